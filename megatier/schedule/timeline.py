@@ -1,9 +1,10 @@
-"""Plans what the queues do in a pass, in which order, from the order in which its units are used. Pure.
+"""The timeline of a pass: what its queues load, update, reduce-scatter and exchange, and in which order. Pure.
 
-Step 1 runs in module order and records its accesses. From step 2 on this timeline says what is loaded, updated,
-scattered and exchanged. A load says into which GPU slot it goes, and after which access it may start. It takes the slot
-whose occupant is used again furthest in the future. This rule, Belady's, is optimal because the order is known. So the
-backward starts with the units that the forward left in the slots.
+Step 1 runs the units in module order and records their accesses. From step 2 on `build` plans each pass from that
+order. The player hands the items of a timeline to its queues, and the forecast simulates them.
+
+A load takes the GPU slot whose occupant is used again furthest in the future. This is Belady's rule, which is optimal
+because the order is known. As a result the backward starts with the units that the forward left in the slots.
 """
 
 from __future__ import annotations
@@ -33,89 +34,88 @@ class Access:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """When an item of a timeline is needed, and when it may begin."""
+    """The time at which an item of a timeline is needed, and at which it may begin."""
 
     access: int = -1
-    """Index of the first access that needs it; -1: none in the pass does."""
+    """Index of the first access that needs the item; -1: no access of the pass does."""
     after_access: int = -1
-    """Index of the access that must be over before; -1: none."""
+    """Index of the access that must be over before the item begins; -1: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load(Timing):
-    """Weights of a unit come into a GPU slot, for one access and for those that follow while they stay there.
+    """A load of a unit's weights into a GPU slot, for one access and for later ones while they stay there.
 
-    If ranks share the state, each brings its shard to the GPU, and the slot takes what they gather.
+    If ranks share the state, each brings its shard to the GPU, and the slot takes the result of the all-gather.
     """
 
     unit: str
     slot: int
     """Number of the GPU slot."""
     evicts: str | None
-    """The unit that leaves the slot first; None: the slot is empty."""
+    """The unit that leaves the slot before the load; None: the slot is empty."""
     updates: bool = False
-    """Whether AdamW runs on the GPU on what has come, before anyone uses it: the unit is streamed and its update is
-    due."""
+    """Whether AdamW runs in the slot before the unit is used, because the unit is streamed and its update is due."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update(Timing):
-    """AdamW on a unit whose gradient is final."""
+    """An update of a unit whose gradient is final."""
 
     unit: str
     load: Load | None = None
-    """The load that it feeds span by span, if the weights come from NVMe and would otherwise be read twice."""
+    """The load that this update feeds with the new weights, so that they are read from NVMe once; None: no load."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReduceScatter(Timing):
-    """A group's gradient of a unit, whose shards go to the ranks that own them, after the access that makes it."""
+    """A reduce-scatter of a unit's gradient of one group, after the access that makes it."""
 
     unit: str
     group: int
     """Group of the step, from 0."""
     width: int
-    """Bytes of an element on its way: as few as lose nothing."""
+    """Bytes of an element while it moves: as few as keep its value exact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange(Timing):
-    """State of streamed units, except weights, goes home and comes to the GPU for the next update."""
+    """A move of the state of streamed units, except weights: home, and to the GPU for the next update."""
 
     home: tuple[str, ...]
-    """Units whose state goes home, when all updates before are over."""
+    """Units whose state goes home when all updates before the exchange are over."""
     fetched: tuple[str, ...]
-    """Units whose state comes, each as soon as its old bytes are home."""
+    """Units whose state comes to the GPU, each as soon as its old bytes are home."""
 
 
 Item = Load | Update | ReduceScatter | Exchange
-"""Something that a queue does in a pass."""
+"""A piece of work for a queue in a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All that is planned in one pass over a recorded order.
+    """The items of one pass over a recorded order.
 
-    The player hands the items to their queues in this order, all of them before the first access. The simulator makes
-    jobs of them in this order. `Moves.of` says what each one moves.
+    The player hands all items to their queues, in this order, before the first access. `Moves.of` says which bytes each
+    item moves.
 
-    The order has four rules, by which `play/player.py` proves that nothing deadlocks. A load or an update serves the
-    access that needs it.
+    The order keeps four rules, from which `play/player.py` proves that nothing deadlocks. A load or an update *serves*
+    the access that needs it.
 
-    1. Loads and updates stand in the order of the accesses that they serve. One that serves access k waits for accesses
-       before k, which use the slot that it fills, and for items that stand before it: a load for its unit's update. An
-       update that serves none stands behind them, and waits for no access.
-    2. A scatter waits for its access s. It stands behind the loads that serve s and earlier accesses. It stands before
-       the first load that waits for s, or that comes after such a load. So what stands before a load that serves access
-       k waits for accesses before k alone.
-    3. An exchange is last, and nothing in the pass waits for it; or it is first, and waits for no access.
-    4. The order of loads and scatters is the same on all ranks, whichever updates are due.
+    1. Loads and updates stand in the order of the accesses that they serve. One that serves access k waits only for
+       accesses before k, which use the slot that it fills, and for items before it: a load waits for its unit's update.
+       An update that serves no access stands behind all of these, and waits for no access.
+    2. A reduce-scatter waits for its access s. It stands behind the loads that serve s and earlier accesses, and before
+       the first load that waits for s or follows such a load. So all items before a load that serves access k wait only
+       for accesses before k.
+    3. An exchange is the last item, and nothing in the pass waits for it; or it is the first, and waits for no access.
+    4. Loads and reduce-scatters have the same order on all ranks, whichever updates are due.
     """
 
     accesses: tuple[Access, ...]
     """The recorded order."""
     items: tuple[Item, ...]
-    """Everything that the queues do, in the order in which they are handed it."""
+    """All items, in the order in which the queues get them."""
 
     def last_uses(self) -> dict[tuple[str, int], int]:
         """Return the index of each unit's last access in each group, which makes its gradient."""
@@ -136,76 +136,63 @@ def build(
 
     Args:
         accesses: the recorded order.
-        placement: homes and GPU slots; units at home on the GPU are never loaded, unless ranks share them.
-        due: units whose updates run in this pass, each before its unit's first access. Frozen ones among them have
-            none.
+        placement: homes and GPU slots. Units at home on the GPU are never loaded, unless ranks share them.
+        due: units whose updates run in this pass, each before the unit's first access. Frozen units are not updated.
         ahead: streamed units whose state is on the GPU when the pass begins.
-        scatters: the gradients that ranks scatter in the pass, as they were recorded.
-        absent: units, each with a group, that this pass leaves out. They are not loaded there. One rank alone has any.
-        trains: whether another step follows, for whose updates streamed state comes to the GPU.
+        scatters: the reduce-scatters of the pass, as they were recorded.
+        absent: the units and groups that this pass leaves out, and so does not load. Only a single rank has any.
+        trains: whether another step follows. If so, streamed state comes to the GPU for its updates.
 
     Raises:
         PlanError: a unit must be loaded and there is no slot.
     """
-    # Compute reads whole weights then, for which there are slots of their own.
-    is_shared = placement.num_ranks > 1
-    num_slots = placement.num_slots(Tier.GPU, Kind.GATHERED if is_shared else Kind.WEIGHT)
-
-    # Ranks have shards at home, so no unit is on the GPU whole.
-    resident: set[str] = set()
-    for (unit, kind), home in placement.homes.items():
-        if kind is Kind.WEIGHT and home is Tier.GPU and not is_shared:
-            resident.add(unit)
-
-    # What is frozen has no gradient, and no update.
-    not_updated = set(due).intersection(placement.grad_homes)
-    passed = _passed(accesses, absent, not_updated.intersection(placement.streamed))
-    loads = {load.access: load for load in _assign(accesses, resident, num_slots, passed)}
+    due_units = set(due).intersection(placement.grad_homes)
+    passed = _passed(accesses, absent, due_units.intersection(placement.streamed))
+    loads = {load.access: load for load in _assign_slots(accesses, placement, passed)}
     waiting_scatters = deque(scatters)
     waits_for = -1
     items: list[Item] = []
 
     for index, access in enumerate(accesses):
-        unit = access.unit
         load = loads.get(index)
         if load is not None:
-            # Loads stay in their own order, so one that waits for little comes behind those before it that wait for
-            # more, and behind the scatters that stand before those.
+            # Loads stay in their own order. A load that waits for little stands behind earlier ones that wait for more,
+            # and behind the scatters before those.
             waits_for = max(waits_for, load.after_access)
             while waiting_scatters and waiting_scatters[0].after_access <= waits_for:
                 items.append(waiting_scatters.popleft())
 
-        if unit in not_updated and index not in passed:
-            # The first access alone needs the update, and all later ones come after it.
-            not_updated.remove(unit)
-
-            # AdamW on a streamed unit works in the slot that the load fills. Any other load takes the new weights.
-            if unit in placement.streamed:
-                load = replace(loads[index], updates=True)
-            elif placement.homes[unit, Kind.WEIGHT] is Tier.NVME and not is_shared:
-                feeding = Update(
-                    unit=unit,
-                    access=index,
-                    after_access=loads[index].after_access,
-                    load=load,
-                )
-                items.append(feeding)
-                load = None
-            else:
-                # A load that gathers cannot be fed: the shards of all ranks have to be there at once.
-                update = Update(unit=unit, access=index)
-                items.append(update)
-
-        if load is not None:
+        # Only a unit's first access waits for its update, because all others come later.
+        if access.unit in due_units and index not in passed:
+            due_units.remove(access.unit)
+            items += _update_and_load(access.unit, index, load, placement)
+        elif load is not None:
             items.append(load)
 
-    # The gradients of the first units, behind which no load comes.
+    # No load comes after the gradients of the first units.
     items += waiting_scatters
 
-    # Nothing in the pass waits for the updates of what it leaves out. Homes have the units in their order.
-    items += [Update(unit=unit) for unit, kind in placement.homes if kind is Kind.WEIGHT and unit in not_updated]
+    # Units that the pass leaves out are updated last, in the order of `homes`, because nothing in the pass waits.
+    items += [Update(unit=unit) for unit, kind in placement.homes if kind is Kind.WEIGHT and unit in due_units]
     exchanged = _with_exchanges(items, placement, ahead, comes_again=trains)
     return Timeline(tuple(accesses), exchanged)
+
+
+def _update_and_load(unit: str, index: int, load: Load | None, placement: Placement) -> list[Item]:
+    """Return the update of a unit, and its load if it has one, for the access that uses the new weights first."""
+    # AdamW on a streamed unit works in the slot that the load fills.
+    if unit in placement.streamed:
+        assert load is not None
+        return [replace(load, updates=True)]
+
+    # An update that reads weights from NVMe feeds them to the load. A load that all-gathers cannot be fed, because the
+    # shards of all ranks have to be there at once.
+    if placement.homes[unit, Kind.WEIGHT] is Tier.NVME and placement.num_ranks == 1:
+        assert load is not None
+        return [Update(unit=unit, access=index, after_access=load.after_access, load=load)]
+
+    update = Update(unit=unit, access=index)
+    return [update] if load is None else [update, load]
 
 
 def _passed(accesses: Sequence[Access], absent: Set[tuple[str, int]], streamed: Set[str]) -> frozenset[int]:
@@ -214,8 +201,8 @@ def _passed(accesses: Sequence[Access], absent: Set[tuple[str, int]], streamed: 
     Args:
         accesses: the recorded order.
         absent: units that the pass leaves out, each with its group.
-        streamed: the streamed units that are updated. One that is never used has its first load all the same: AdamW
-            works in the slot that it fills.
+        streamed: the streamed units that are updated. Even if the pass never uses such a unit, its first access keeps
+            its load, because AdamW works in the slot that it fills.
     """
     used = {access.unit for access in accesses if (access.unit, access.group) not in absent}
     without_slot = set(streamed) - used
@@ -231,7 +218,7 @@ def _passed(accesses: Sequence[Access], absent: Set[tuple[str, int]], streamed: 
 
 
 def rest(accesses: Sequence[Access], done: int, placement: Placement) -> Timeline:
-    """Plan what is left of a pass over an order of which a beginning is over, from empty GPU slots and without updates.
+    """Plan the rest of a pass that has begun, from empty GPU slots and without updates.
 
     Args:
         accesses: the whole order.
@@ -244,7 +231,7 @@ def rest(accesses: Sequence[Access], done: int, placement: Placement) -> Timelin
         if not isinstance(item, Load):
             continue
 
-        # Into an empty slot a load comes at once.
+        # A load into an empty slot need not wait.
         load = replace(
             item,
             access=item.access + done,
@@ -255,10 +242,10 @@ def rest(accesses: Sequence[Access], done: int, placement: Placement) -> Timelin
 
 
 def drain_items(due: Iterable[str], placement: Placement, ahead: Collection[str]) -> tuple[Item, ...]:
-    """Plan the updates that are due outside of a pass. Streamed state goes home after them.
+    """Plan the due updates outside of a pass, after which streamed state goes home.
 
     Args:
-        due: units that are trained, in the order in which they are updated.
+        due: trained units, in the order of their updates.
         placement: homes.
         ahead: streamed units whose state is on the GPU.
     """
@@ -272,10 +259,10 @@ def _with_exchanges(
     """Add the exchanges of streamed state before and behind the items of a pass.
 
     Args:
-        items: the updates, and all else.
-        placement: streamed units.
-        ahead: those of them whose state is on the GPU.
-        comes_again: whether all state comes to the GPU after the updates.
+        items: the items of the pass.
+        placement: says which units are streamed.
+        ahead: streamed units whose state is on the GPU.
+        comes_again: whether all streamed state comes to the GPU after the updates.
     """
     updated = set()
     for item in items:
@@ -285,18 +272,18 @@ def _with_exchanges(
     home = tuple(unit for unit in placement.streamed if unit in updated)
     missing = tuple(unit for unit in home if unit not in ahead)
 
-    # State that a drain took home comes as well, though its unit was not updated here.
+    # State that a drain took home comes too, although its unit is not updated in this pass.
     fetched: tuple[str, ...] = ()
     if comes_again:
         fetched = tuple(unit for unit in placement.streamed if unit in home or unit not in ahead)
 
-    # Before all else comes what the updates of this pass miss.
+    # The updates of this pass need this state first.
     all_items = list(items)
     if missing:
         first = Exchange(home=(), fetched=missing)
         all_items.insert(0, first)
 
-    # What goes home does so when the CPU's updates are over, which need all that memory gives (docs/decisions/0011).
+    # State goes home after the CPU's updates, which need all the bandwidth of RAM (docs/decisions/0011).
     if home or fetched:
         last = Exchange(home=home, fetched=fetched)
         all_items.append(last)
@@ -306,7 +293,7 @@ def _with_exchanges(
 def reduce_scatters_of(
     accesses: Sequence[Access], units: Iterable[UnitSpec], policy: Policy
 ) -> tuple[ReduceScatter, ...]:
-    """Return the gradients that ranks scatter in a pass, as a run would record them; none if a rank is alone."""
+    """Return the reduce-scatters of a pass, as a run of several ranks would record them; none for a single rank."""
     if policy.num_ranks == 1:
         return ()
 
@@ -318,7 +305,7 @@ def reduce_scatters_of(
         if unit not in widths:
             continue
 
-        # A sum of uses or slices has fp32 on its way, and so has what a fused head makes in the forward.
+        # A sum over uses or slices moves in fp32, and so does the gradient that a fused head makes in the forward.
         num_summands = num_uses[unit, group] * policy.slices
         is_fp32 = num_summands > 1 or accesses[index].phase is Phase.FORWARD
         scatter = ReduceScatter(
@@ -329,7 +316,7 @@ def reduce_scatters_of(
         )
         scatters.append(scatter)
 
-    # Compute hands them over in the order of these accesses, and all ranks have to scatter in one order.
+    # All ranks need the same order, which is that of the accesses that make the gradients.
     scatters.sort(key=lambda scatter: scatter.after_access)
     return tuple(scatters)
 
@@ -340,18 +327,25 @@ def _last_uses(accesses: Sequence[Access]) -> dict[tuple[str, int], int]:
     return {(access.unit, access.group): index for index, access in enumerate(accesses)}
 
 
-def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int, passed: Container[int]) -> list[Load]:
-    """Give each access whose unit is not on the GPU already a load and a slot.
+def _assign_slots(accesses: Sequence[Access], placement: Placement, passed: Container[int]) -> list[Load]:
+    """Return a load, with its slot, for each access whose unit is not on the GPU already.
 
     Args:
         accesses: the recorded order.
-        resident: units that need no slot.
-        num_slots: the number of slots.
+        placement: homes and GPU slots.
         passed: indices of accesses that need no weights.
 
     Raises:
         PlanError: a unit must be loaded and there is no slot.
     """
+    # Ranks have only shards at home, so each unit is gathered into a slot for whole weights.
+    is_shared = placement.num_ranks > 1
+    num_slots = placement.num_slots(Tier.GPU, Kind.GATHERED if is_shared else Kind.WEIGHT)
+    resident: set[str] = set()
+    if not is_shared:
+        homes = placement.homes.items()
+        resident.update(unit for (unit, kind), home in homes if kind is Kind.WEIGHT and home is Tier.GPU)
+
     uses: dict[str, list[int]] = {}
     for index, access in enumerate(accesses):
         if index not in passed:
@@ -366,7 +360,7 @@ def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int
         if unit in resident or index in passed:
             continue
 
-        # The weights are still there from an access before.
+        # The weights are still in a slot since an earlier access.
         if unit in occupants:
             last_use[occupants.index(unit)] = index
             continue
@@ -374,10 +368,10 @@ def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int
         if not num_slots:
             raise PlanError(f"GPU slots for {unit}", 1, 0, "Raise tiers.gpu.")
 
-        # The occupant whose next use is furthest away gives way. No other choice needs fewer loads.
+        # Evict the unit whose next use is furthest away. No other choice needs fewer loads.
         slot = max(range(num_slots), key=lambda s: _next_use(uses, occupants[s], index))
 
-        # The occupant's last use must be over before the load.
+        # The load must wait for the last use of the unit that it evicts.
         load = Load(
             unit=unit,
             access=index,
@@ -393,7 +387,7 @@ def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int
 
 
 def _next_use(uses: Mapping[str, list[int]], unit: str | None, now: int) -> float:
-    """Return the index of the next use: beyond everything if there is none, and further still for an empty slot."""
+    """Return the index of a unit's next use: beyond all others if there is none, and infinite for an empty slot."""
     if unit is None:
         return float("inf")
 
@@ -402,6 +396,6 @@ def _next_use(uses: Mapping[str, list[int]], unit: str | None, now: int) -> floa
     if later < len(indices):
         return indices[later]
 
-    # If several units are not used again, the slot of the one whose last use is oldest lets its load start earliest.
-    # 1e9 is larger than any index.
+    # Of several units that are not used again, the one with the oldest last use lets the load start earliest. 1e9 is
+    # larger than any index.
     return 1e9 - indices[-1]
