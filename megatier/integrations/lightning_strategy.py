@@ -23,9 +23,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from megatier.config.values import clip_of
-from megatier.data.shared_batches import sharing
 from megatier.durable import becoming, discard, settle
 from megatier.errors import ConfigError
+from megatier.integrations.shared_batches import sharing
 from megatier.integrations.streamed import Streamed
 from megatier.patch import patched
 from megatier.trainer_guards.arguments import other_accumulation, refuse_any

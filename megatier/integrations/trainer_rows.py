@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 
-from megatier.data.samplers import WholeRounds, WholeSteps
-from megatier.data.shared_batches import naming_shared_memory, sharing
 from megatier.errors import ConfigError
+from megatier.integrations.samplers import WholeRounds, WholeSteps
+from megatier.integrations.shared_batches import naming_shared_memory, sharing
 from megatier.integrations.streamed import Streamed
 from megatier.patch import patched
 

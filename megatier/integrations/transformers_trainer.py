@@ -21,9 +21,9 @@ from transformers import Trainer
 
 from megatier.config.schema import TiersConfig
 from megatier.config.values import check_setting, clip_of
-from megatier.data.shared_batches import naming_shared_memory
 from megatier.errors import ConfigError
 from megatier.integrations.cut_step import CutStep
+from megatier.integrations.shared_batches import naming_shared_memory
 from megatier.integrations.stream import stream
 from megatier.integrations.streamed import Streamed
 from megatier.integrations.trainer_files import TrainerFiles

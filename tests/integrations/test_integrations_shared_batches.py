@@ -11,8 +11,8 @@ from small_drive import NO_NAMESPACES
 from torch.utils.data import DataLoader
 from warm_python import WarmPython
 
-from megatier.data.shared_batches import SharedBatches, naming_shared_memory, sharing
 from megatier.errors import SharedMemoryError
+from megatier.integrations.shared_batches import SharedBatches, naming_shared_memory, sharing
 
 pytest.importorskip("accelerate")
 
