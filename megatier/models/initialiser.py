@@ -20,19 +20,20 @@ from megatier.errors import UnsupportedModelError
 from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import constructed_value
 from megatier.models.decoder import Unit, bindings, find_units
-from megatier.models.laws import Law, Noting, has_law, seed_of
+from megatier.models.deferred_init import DeferredInit, RecordInits, is_deferred, seed_of
 from megatier.models.weights import ReadPart, TensorReader, chunks
 
 
 class Initialiser(TensorReader):
     """Weights as Hugging Face's own `_init_weights` draws them, one unit at a time.
 
-    A unit's values depend on the seed and on its own name alone, those of a large parameter on the seed and on the
-    parameter's name (`laws`). The other parameters of a unit exist whole in fp32 while it is read.
+    A unit's values depend only on the seed and on the unit's name. Those of a large parameter depend on the seed and on
+    the parameter's name, and are drawn chunk by chunk (`deferred_init`). The other parameters of a unit exist whole in
+    fp32 while it is read.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
-        """Keep the skeleton, whose parameters are back on meta after each read.
+        """Keep the skeleton. Its parameters are back on meta after each read.
 
         Args:
             model: the skeleton.
@@ -44,27 +45,27 @@ class Initialiser(TensorReader):
         self._pretrained = {name: module for name, module in modules if isinstance(module, PreTrainedModel)}
 
     def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield the pieces of a unit, which is drawn once; see `WeightReader` and `part_reader`."""
+        """Draw a unit and yield its pieces; see `WeightReader` and `part_reader`."""
         return self.part_reader(unit)(shard or unit.layout)
 
     def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
-        """Yield the pieces of a parameter, for which the whole unit is drawn."""
+        """Yield the pieces of a parameter. The whole unit is drawn for it."""
         return self.part_reader(unit)(replace(unit.layout, tensors=(tensor,)))
 
     def part_reader(self, unit: Unit) -> ReadPart:
-        """Draw a unit, but for the parameters that have a law, and return what reads any part of it, in any thread.
+        """Draw a unit except for its deferred parameters, and return a function that reads any part in any thread.
 
         Raises:
             UnsupportedModelError: the model's own initialisation leaves a parameter unset.
         """
-        lawful = [tensor for tensor in unit.layout.tensors if has_law(tensor)]
+        deferred = [tensor for tensor in unit.layout.tensors if is_deferred(tensor)]
 
         # The seed of a unit does not depend on other units or on their order.
         seed = seed_of(f"{self._seed}:{unit.name}")
         with drawing_from(seed):
-            values = self._drawn(unit, lawful)
+            values = self._drawn(unit, deferred)
 
-        # NaN stands for what nothing has set.
+        # Values that nothing has set are NaN.
         for name, value in values.items():
             if isinstance(value, Tensor) and value.isnan().any():
                 raise UnsupportedModelError(
@@ -86,14 +87,14 @@ class Initialiser(TensorReader):
         return read
 
     def draw(self, unit: Unit) -> dict[str, Tensor]:
-        """Return the values of a unit, flat and in fp32, by name, as torch's generator gives them from where it is."""
+        """Return the values of a unit by name, flat and in fp32, drawn from the present state of torch's generator."""
         return {name: value for name, value in self._drawn(unit).items() if isinstance(value, Tensor)}
 
     @torch.no_grad()
-    def _drawn(self, unit: Unit, lawful: Sequence[TensorSlice] = ()) -> dict[str, Tensor | Law]:
-        """Return the values of a unit, flat and in fp32, by name, and in place of some of them their laws."""
-        laws = [Law(tensor, self._seed) for tensor in lawful]
-        values = {law.name: law.parameter for law in laws}
+    def _drawn(self, unit: Unit, deferred: Sequence[TensorSlice] = ()) -> dict[str, Tensor | DeferredInit]:
+        """Return the values of a unit by name, flat and in fp32. Deferred parameters stay deferred."""
+        inits = [DeferredInit(tensor, self._seed) for tensor in deferred]
+        values = {init.name: init.parameter for init in inits}
         for tensor in unit.layout.tensors:
             if tensor.name not in values:
                 values[tensor.name] = nn.Parameter(self._constructed(tensor.name, tensor.shape))
@@ -101,25 +102,25 @@ class Initialiser(TensorReader):
         # A head that is tied to the embedding has nothing of its own.
         modules = unit.module_names if unit.is_layer else unit.module_names[:1]
 
-        # Modules above the unit initialise what they own as well. That lies on meta, where writing changes nothing,
-        # and where a streamed model would refuse it.
-        noting = Noting(laws)
-        with self._bound(unit, modules, values), torch._C.DisableTorchFunctionSubclass(), noting:
+        # Modules above the unit initialise their own parameters as well. Those lie on meta, where writing changes
+        # nothing, and where a streamed model would refuse it.
+        recording = RecordInits(inits)
+        with self._bound(unit, modules, values), torch._C.DisableTorchFunctionSubclass(), recording:
             for name in self._order(unit, modules):
                 self._init_weights(name)
 
-        drawn = dict[str, Tensor | Law]()
+        drawn = dict[str, Tensor | DeferredInit]()
         for name, parameter in values.items():
             drawn[name] = parameter.detach().flatten()
-        for law in noting.noted:
-            # What no step sets is NaN then, which shows.
-            drawn[law.name] = law if law.is_complete else law.settle()
+        for init in recording.recorded:
+            # An element that no step sets becomes NaN here, which the caller refuses.
+            drawn[init.name] = init if init.is_complete else init.materialize()
         return drawn
 
     @contextmanager
     def _bound(self, unit: Unit, modules: Sequence[str], values: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Put real tensors into a unit's places inside some modules while the initialisation runs."""
-        # Before anything is bound, since `bindings` knows parameters by their objects.
+        # Found before anything is bound, since `bindings` recognises parameters by their objects.
         places = [place for module in modules for place in bindings(self._model, unit, module)]
         before = [parameters[leaf] for parameters, leaf, _ in places]
         for parameters, leaf, tensor in places:
@@ -132,7 +133,7 @@ class Initialiser(TensorReader):
                 parameters[leaf] = parameter
 
     def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the value that the model's constructor gave a parameter, else NaN, which shows if nothing sets it."""
+        """Return the value that the model's constructor gave a parameter, or NaN, which shows if nothing sets it."""
         parameter = self._model.get_parameter(name)
         value = constructed_value(parameter)
         initial = torch.full(shape, math.nan, dtype=torch.float32, device="cpu")
@@ -143,12 +144,12 @@ class Initialiser(TensorReader):
         return initial.copy_(value)
 
     def _order(self, unit: Unit, modules: Sequence[str]) -> Iterator[str]:
-        """Yield the modules that initialise a unit, children before parents, which may set what lies below.
+        """Yield the modules that initialise a unit, children before parents, since a parent may set what lies below it.
 
-        They are the unit's modules with all that is below them, and what is above them up to the root.
+        They are the unit's modules with everything below them, and the modules above them up to the root.
         """
         if unit.is_lent:
-            # What is below the owners of its parameters belongs to other units.
+            # Modules below the owners of its parameters belong to other units.
             owners = dict.fromkeys(name for tensor in unit.layout.tensors for name in _above(tensor.name))
             yield from sorted(owners, key=lambda name: len(_above(name)), reverse=True)
             return
@@ -160,17 +161,17 @@ class Initialiser(TensorReader):
             yield from _above(module)
 
     def _init_weights(self, name: str) -> None:
-        """Let a module be initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is."""
+        """Initialise a module by the nearest PreTrainedModel at or above it. Parameters on meta stay as they are."""
         # As in transformers, where the language model inside of a model with a vision tower draws its own modules.
         nearest = next(owner for owner in (name, *_above(name)) if owner in self._pretrained)
         self._pretrained[nearest]._init_weights(self._model.get_submodule(name))
 
 
 class NewScore(TensorReader):
-    """The weights of a classifier that begins on a language model: the layers from there, and a score that is new.
+    """The weights of a new classifier: its layers come from a language model, and its score is drawn.
 
-    The score has the values that `torch.manual_seed` and `from_pretrained` of the classifier's auto class give it over
-    the folder of the language model, in fp32.
+    The score has the values that `torch.manual_seed` and `from_pretrained` of the classifier's auto class would give it
+    on top of the folder of the language model, in fp32.
 
     Attributes:
         generator: the state of torch's generator after the score was drawn.
@@ -181,7 +182,7 @@ class NewScore(TensorReader):
 
         Args:
             language: gives the weights of the language model.
-            known: the names that these have there.
+            known: the names of the language model's parameters.
             model: the skeleton of the classifier, without adapters.
             seed: decides the values.
 
@@ -227,9 +228,9 @@ def named_as_classifier(config: PretrainedConfig, num_labels: int) -> Pretrained
     return config
 
 
-def _pieces(value: Tensor | Law, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+def _pieces(value: Tensor | DeferredInit, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
     """Yield (first element, flat values) of elements [start, stop) of a parameter."""
-    if isinstance(value, Law):
+    if isinstance(value, DeferredInit):
         yield from value.draw(start, stop)
         return
 
@@ -239,7 +240,7 @@ def _pieces(value: Tensor | Law, start: int, stop: int) -> Iterator[tuple[int, T
 
 
 def _above(name: str) -> list[str]:
-    """Return the names of all modules above one, the nearest first. The last is the root, which has no name."""
+    """Return the names of all modules above one, nearest first. The last one is the root, whose name is empty."""
     names = list[str]()
     while name:
         name = name.rpartition(".")[0]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
-from megatier.models import laws, weights
+from megatier.models import deferred_init, weights
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.dtypes import with_schemas
 from megatier.models.expert_units import cut_units
@@ -69,7 +69,7 @@ def test_initialiser_parameters_with_a_law_are_drawn_from_the_same_distributions
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here all but the smallest have one, so that views, constants and several steps are among them."""
-    monkeypatch.setattr(laws, "LAW_ELEMENTS", 500)
+    monkeypatch.setattr(deferred_init, "INIT_CHUNK_ELEMENTS", 500)
     model = build_skeleton(tiny_config(family), "sdpa")
     ours = tensors_of(flat_blocks(Initialiser(model, seed=3), find_units(model)), find_units(model))
     check_distributions(ours, tiny_config(family))
@@ -78,7 +78,7 @@ def test_initialiser_parameters_with_a_law_are_drawn_from_the_same_distributions
 def test_initialiser_any_part_of_a_unit_is_that_part_of_the_whole_in_any_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(laws, "LAW_ELEMENTS", 700)
+    monkeypatch.setattr(deferred_init, "INIT_CHUNK_ELEMENTS", 700)
     model = build_skeleton(tiny_config("llama"), "sdpa")
     source = Initialiser(model, seed=5)
     for unit in find_units(model):
@@ -99,7 +99,7 @@ def test_initialiser_any_part_of_a_unit_is_that_part_of_the_whole_in_any_thread(
 def test_initialiser_parameter_with_a_law_has_the_same_values_in_any_number_of_expert_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(laws, "LAW_ELEMENTS", 700)
+    monkeypatch.setattr(deferred_init, "INIT_CHUNK_ELEMENTS", 700)
     model = build_skeleton(tiny_config("qwen3_moe"), "sdpa")
     values = []
     for parts in (1, 2):
@@ -135,7 +135,7 @@ def test_initialiser_takes_any_initialisation_of_a_parameter_with_a_law(
             with torch.no_grad():
                 initialise(parameter) if parameter.dim() > 1 else parameter.zero_()
 
-    monkeypatch.setattr(laws, "LAW_ELEMENTS", 1000)
+    monkeypatch.setattr(deferred_init, "INIT_CHUNK_ELEMENTS", 1000)
     monkeypatch.setattr(PreTrainedModel, "_init_weights", init_weights)
     model = build_skeleton(tiny_config("llama"), "sdpa")
     unit = find_units(model)[2]

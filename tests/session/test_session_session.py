@@ -33,7 +33,7 @@ from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, Tra
 from megatier.errors import NonFiniteError, PlanError, TornStateError
 from megatier.layout import Layout
 from megatier.measure import probe
-from megatier.models import laws
+from megatier.models import deferred_init
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.initialiser import Initialiser
 from megatier.schedule.drive_rates import DriveRates
@@ -97,7 +97,7 @@ def test_load_pieces_of_any_size_give_the_same_masters(size: int, tmp_path: Path
 def test_load_first_weights_are_the_same_in_any_place_and_by_any_number_of_cores(
     place: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(laws, "LAW_ELEMENTS", 700)
+    monkeypatch.setattr(deferred_init, "INIT_CHUNK_ELEMENTS", 700)
     monkeypatch.setattr("megatier.session.session.cores_usable", lambda: cores)
     monkeypatch.setattr("megatier.session.filling.CHUNK_ELEMENTS_MAX", 32_768)
     filled: list[str] = []
