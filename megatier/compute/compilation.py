@@ -4,7 +4,7 @@ All units of one class share one compilation, since their modules differ in noth
 graph alone is compiled: keep, recompute and offload run the same one, so that they agree bit for bit. Evaluation runs
 uncompiled.
 
-Code is compiled for one size of batches, or once for all (`open_shapes`). Which one holds is set beforehand.
+Code is compiled for one size of batches, or once for all (`dynamic_shapes`). Which one holds is set beforehand.
 
 A compiled layer may save only part of its activations and compute the rest again in its backward, cheapest first
 (products with an activation function and norms cost next to nothing; attention more; matrix products most). That is
@@ -33,8 +33,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from megatier.compute.attention_kernels import FLEX, allowed_kernels, is_attention
 from megatier.compute.compile_clock import CLOCK
+from megatier.compute.dynamic_shapes import PlanningRule, install_planning, mark_dynamic, planning, tensors_in
 from megatier.compute.fp8 import find_quantized_weights, find_scales
-from megatier.compute.open_shapes import Rule, install, open_up, planning, tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +57,7 @@ EACH_SIZE = (
     "is compiled anew for each size of batches, which takes seconds each time: the masks of flex attention hold their "
     "sizes. Pad batches to few sizes, or open the model with attention='sdpa', for which one compilation serves all."
 )
-"""What a user should know of a loop whose sizes cannot be open."""
+"""The warning to users of a loop whose shapes cannot be dynamic."""
 COST = "It takes more time, and more memory where layers save a share of their activations"
 """What a user should know of code that runs uncompiled."""
 
@@ -118,9 +118,9 @@ class Compilation:
             marking = Marking(flex_alone=share > 0)
             share = share or LEAST_SHARE
 
-        rule = Rule(self.any_shape)
+        rule = PlanningRule(self.any_shape)
         if self.any_shape:
-            install()
+            install_planning()
 
         # Code that was compiled under other settings would be used again.
         wanted = (share, deterministic, marking, rule)
@@ -246,7 +246,7 @@ class Compiled(Generic[P, R]):
     def _compiling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
         """Return a context for the call. torch reads all this when it compiles, in whichever call that is."""
         CLOCK.watch()
-        if self._any_shape and not open_up(args, kwargs):
+        if self._any_shape and not mark_dynamic(args, kwargs):
             self._look_at_size(_shapes(args, kwargs))
         if self._all_saved is None:
             return planning() if self._any_shape else contextlib.nullcontext()

@@ -1,13 +1,14 @@
-"""Compiles code once for batches of any size, and gives a batch the same bits whichever came before.
+"""Compiles code once for batches of any size, so that a batch gets the same bits whichever batches came before it.
 
-torch compiles code for open sizes if their dimensions are marked (`open_up`). Two things then depend on the first batch
-that is seen. torch asks how sizes compare, and compiles again where another batch answers otherwise. That is harmless:
-which of these variants a batch gets follows from its own size, since all ask the same questions in the same order. But
-the compiler also plans with the sizes of the first batch: how a sum is cut, which activations a layer saves, how large
-blocks are. The same batch would get other bits after another one. So the compiler is given sizes by rule to plan with
-(`planning`), the same in all processes. Questions are answered with the true sizes still.
+torch compiles code for dynamic shapes if the dimensions are marked (`mark_dynamic`). Two things then depend on the
+first batch. First, torch guards on comparisons of sizes and recompiles when a guard fails. That is harmless: all
+variants check the same guards in the same order, so a batch's own size decides which variant it gets. Second, the
+compiler's heuristics use the sizes of the first batch as hints: how to split a sum, which activations to save, how
+large blocks are. This would change bits. So heuristics are given fixed sizes, the same in all processes (`planning`),
+while guards still see the true ones.
 
-Source: `torch._inductor.sizevars`, where hints for heuristics and hints for guards are told apart.
+`compilation` calls this before each compiled call. Source: `torch._inductor.sizevars`, which has hints for heuristics
+and hints for guards.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from torch.nn.attention.flex_attention import BlockMask
 from megatier.compute.attention_kernels import allowed_kernels
 
 PLANNED_ROWS = 8
-"""The rows that a batch is planned to have."""
+"""The number of rows that heuristics assume."""
 PLANNED_LENGTH = 2048
-"""The tokens that a row is planned to have, and any other open size."""
+"""The number of tokens in a row that heuristics assume, and any other dynamic size."""
 PLANNED_TOKENS = 4096
-"""The size that is planned where a single one is open: tokens of one row, or of a chunk."""
+"""The size that heuristics assume if only one is dynamic: the tokens of one row, or of a chunk."""
 
 _thread = threading.local()
-_OURS = "_megatier_plans"
-"""The attribute of those of torch's collections of sizes that are planned by rule."""
+_PLANS = "_megatier_plans"
+"""The attribute that marks torch's shape environments whose heuristics use the fixed sizes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule(CustomGraphPass):
-    """Names what code depends on, so that torch takes no other stored code. It changes no graph."""
+class PlanningRule(CustomGraphPass):
+    """A pass that changes no graph, but is a part of the key under which torch caches code."""
 
     any_shape: bool
     """Whether the code is for batches of any size."""
@@ -55,10 +56,10 @@ class Rule(CustomGraphPass):
         """Leave the graph as it is."""
 
     def uuid(self) -> str:
-        """Return the name under which torch stores what it has compiled so."""
+        """Return the part of the cache key that names the planned sizes and the allowed attention kernels."""
         sizes = f"{PLANNED_ROWS} {PLANNED_LENGTH} {PLANNED_TOKENS}" if self.any_shape else "its own"
 
-        # The compiler chooses attention's kernel by settings that torch's own key leaves out.
+        # torch's own key leaves out the settings by which the compiler chooses attention's kernel.
         kernels = allowed_kernels(), torch._C._get_sdp_priority_order()
         return f"megatier plans {sizes}, attention {kernels}"
 
@@ -76,7 +77,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:  # noqa: ANN401 - whatever a mod
 
 
 def holds_blocks(value: Any) -> bool:  # noqa: ANN401
-    """Return whether a mask by blocks is among arguments. Its sizes are constants of the code: one for each length."""
+    """Return whether a block mask is among the arguments. Its sizes are constants, so there is code for each length."""
     if isinstance(value, list | tuple):
         return any(map(holds_blocks, value))
     if isinstance(value, Mapping):
@@ -84,11 +85,11 @@ def holds_blocks(value: Any) -> bool:  # noqa: ANN401
     return isinstance(value, BlockMask)
 
 
-def open_up(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Mark those dimensions of arguments that differ from batch to batch; returns False if they cannot be open.
+def mark_dynamic(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Mark the dimensions that differ from batch to batch as dynamic. Return False if they cannot be.
 
-    The last dimension of hidden states and of tables of angles is the model's. That of masks, of positions and of
-    images is the batch's.
+    The last dimension of hidden states and of rotary tables belongs to the model. That of masks, positions and images
+    belongs to the batch.
     """
     if holds_blocks(args) or holds_blocks(kwargs):
         return False
@@ -107,7 +108,7 @@ def open_up(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Plan what this thread compiles with sizes by rule, for a while. The backward is too, in any thread."""
+    """Let heuristics use the fixed sizes for what this thread compiles inside, and for its backward in any thread."""
     before = getattr(_thread, "plans", False)
     _thread.plans = True
     try:
@@ -117,25 +118,25 @@ def planning() -> Iterator[None]:
 
 
 def planned(sizes: ShapeEnv, expression: Any) -> Any:  # noqa: ANN401 - of sympy, which has no types
-    """Put the sizes of the rule in place of all open ones, if these are planned by it."""
-    # A backward is compiled later, and perhaps by another thread: its sizes are known by the attribute.
-    is_by_rule = getattr(_thread, "plans", False) or hasattr(sizes, _OURS)
+    """Replace all dynamic sizes in an expression by the fixed ones, if its shape environment is planned with them."""
+    # A backward is compiled later, perhaps by another thread, so its shape environment carries the mark.
+    is_by_rule = getattr(_thread, "plans", False) or hasattr(sizes, _PLANS)
     if not is_by_rule:
         return expression
 
-    # Sizes that are found to be equal become one. What is planned for them is looked up for each of many questions.
+    # Sizes that turn out to be equal become one symbol. The table is cached, since the compiler asks many times.
     version = len(sizes.replacements), len(sizes.backed_var_to_val)
-    planned_version, _ = getattr(sizes, _OURS, (None, {}))
+    planned_version, _ = getattr(sizes, _PLANS, (None, {}))
     if planned_version != version:
-        setattr(sizes, _OURS, (version, _sizes(sizes)))
+        setattr(sizes, _PLANS, (version, _sizes(sizes)))
 
     resolved = sizes.replace(expression)
-    _, plans = getattr(sizes, _OURS)
+    _, plans = getattr(sizes, _PLANS)
     return resolved.xreplace(plans)
 
 
 def _sizes(sizes: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
-    """Return the planned number of each open size."""
+    """Return the fixed size of each dynamic one."""
     known = sizes.backed_var_to_val
     roots = set[sympy.Symbol]()
     for symbol in known:
@@ -146,8 +147,8 @@ def _sizes(sizes: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
 
 
 def _size(sizes: ShapeEnv, symbol: sympy.Symbol, *, alone: bool) -> sympy.Integer:
-    """Return the size that is planned for a symbol."""
-    # The first dimension of an argument is its rows, if the length is open too.
+    """Return the fixed size of a symbol."""
+    # If the length is dynamic too, an argument's first dimension is its rows.
     source = next(iter(sizes.var_to_sources.get(symbol, ())), None)
     if alone:
         size = PLANNED_TOKENS
@@ -156,7 +157,7 @@ def _size(sizes: ShapeEnv, symbol: sympy.Symbol, *, alone: bool) -> sympy.Intege
     else:
         size = PLANNED_LENGTH
 
-    # What a guard has ruled out would mislead the compiler.
+    # A size that a guard has ruled out would mislead the compiler.
     bounds = sizes.var_to_range.get(symbol)
     if bounds is not None and bounds.lower.is_Integer:
         size = max(size, int(bounds.lower))
@@ -168,42 +169,42 @@ def _size(sizes: ShapeEnv, symbol: sympy.Symbol, *, alone: bool) -> sympy.Intege
 # ---------------------------------------------------------------------- in torch
 
 _HINTS = ("symbolic_hint", "optimization_hint", "replace_backed_symbols_with_hints", "stride_hints")
-"""What Inductor asks for heuristics alone. Each version of torch has some of them."""
-_TRUTHS = ("size_hint_or_throw", "guarding_hint_or_throw", "to_symint_or_int")
-"""What it asks for guards, and for numbers that become part of the code."""
+"""Inductor's methods that give hints to heuristics alone. Each version of torch has some of them."""
+_EXACT = ("size_hint_or_throw", "guarding_hint_or_throw", "to_symint_or_int")
+"""Inductor's methods that answer guards, or give numbers that become part of the code."""
 _PARTITION = ("size_hint", "optimization_hint", "hint_int")
-"""What the cut of forward and backward asks."""
+"""The partitioner's functions that give hints."""
 _WIDTHS = ("expr_fits_within_32bit",)
-"""What the makers of kernels ask, which then guard the answer. Up to torch 2.12 it asks for a hint in between."""
+"""The kernel generators' function whose answer becomes a guard. Up to torch 2.12 it asks for a hint on the way."""
 
 
 @functools.cache
-def install() -> None:
-    """Let torch's compiler plan by the rule, where it is asked for."""
-    _wrap(SizeVarAllocator, _HINTS, _planning)
-    _wrap(SizeVarAllocator, _TRUTHS, _telling)
-    _wrap(partitioners, _PARTITION, _cutting)
-    # Only now: these modules take seconds to load, and are loaded with the first compiled function anyway.
+def install_planning() -> None:
+    """Patch torch's compiler, once in a process, so that `planning` takes effect."""
+    _wrap(SizeVarAllocator, _HINTS, _planned_hint)
+    _wrap(SizeVarAllocator, _EXACT, _with_true_sizes)
+    _wrap(partitioners, _PARTITION, _planned_partition)
+    # Imported only now, since these modules take seconds to load, and the first compiled function needs them anyway.
     for maker in ("simd", "triton_utils"):
-        _wrap(importlib.import_module(f"torch._inductor.codegen.{maker}"), _WIDTHS, _telling)
+        _wrap(importlib.import_module(f"torch._inductor.codegen.{maker}"), _WIDTHS, _with_true_sizes)
 
 
 def _wrap(owner: object, names: Sequence[str], wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put wrapped functions in the place of those of torch's that this version has."""
+    """Replace those of torch's functions that this version has by wrapped ones."""
     for name in names:
         function = getattr(owner, name, None)
         if function is not None:
             setattr(owner, name, wrapper(function))
 
 
-def _planning(hint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of Inductor that gives a hint."""
+def _planned_hint(hint: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of Inductor that gives a hint, so that it gives the fixed size."""
 
     @functools.wraps(hint)
     def by_rule(self: Any, expression: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        # A question for the truth may ask for a hint in between, which has to be the true one then.
-        has_to_be_true = getattr(_thread, "tells", False)
-        if not has_to_be_true and isinstance(expression, sympy.Basic):
+        # An exact answer may ask for a hint on the way, which then has to be exact too.
+        has_to_be_exact = getattr(_thread, "is_exact", False)
+        if not has_to_be_exact and isinstance(expression, sympy.Basic):
             resolved = self.remove_precomputed_replacements(expression)
             expression = planned(self.shape_env, resolved)
         return hint(self, expression, *args, **kwargs)
@@ -211,30 +212,30 @@ def _planning(hint: Callable[..., Any]) -> Callable[..., Any]:
     return by_rule
 
 
-def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a question of Inductor that has to be answered by the true sizes."""
+def _with_true_sizes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of Inductor that must answer by the true sizes."""
 
     @functools.wraps(method)
-    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        before = getattr(_thread, "tells", False)
-        _thread.tells = True
+    def with_true_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        before = getattr(_thread, "is_exact", False)
+        _thread.is_exact = True
         try:
             return method(self, *args, **kwargs)
         finally:
-            _thread.tells = before
+            _thread.is_exact = before
 
-    return telling
+    return with_true_sizes
 
 
-def _cutting(hint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that gives a hint of a size of torch."""
+def _planned_partition(hint: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of the partitioner that gives a hint."""
 
     @functools.wraps(hint)
     def by_rule(size: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if not isinstance(size, torch.SymInt):
             return hint(size, *args, **kwargs)
 
-        # A size that is not planned by the rule has symbols left.
+        # A size without a fixed one still contains symbols.
         number = planned(size.node.shape_env, size.node.expr)
         if number.is_number:
             return int(number)

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from megatier.compute import open_shapes
+from megatier.compute import dynamic_shapes
 from megatier.compute.compilation import Compilation, Compiled
 
 Shape = tuple[int, int]
@@ -134,7 +134,7 @@ def test_compilation_for_one_shape_compiles_each_anew_and_has_no_limit(graphs: l
 
 def test_marks_leave_out_what_is_the_models() -> None:
     kinds = [torch.ones(2, 5, 8), torch.ones(7, 8), torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 1, 5, 5)]
-    open_shapes.open_up([kinds], {"scale": torch.ones(())})
+    dynamic_shapes.mark_dynamic([kinds], {"scale": torch.ones(())})
     found: list[set[int]] = [getattr(x, "_dynamo_weak_dynamic_indices") for x in kinds]  # noqa: B009 - torch's own
     assert found == [{0, 1}, {0}, {0, 1}, {0, 1, 2, 3}]
 
@@ -183,8 +183,8 @@ def test_code_for_any_shape_is_planned_by_rule_and_not_by_the_first_batch(
     planned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not planned:  # then it is what torch does
-        monkeypatch.setattr(open_shapes, "planned", lambda sizes, expression: expression)
-        monkeypatch.setattr(open_shapes, "_cutting", lambda hint: hint)
+        monkeypatch.setattr(dynamic_shapes, "planned", lambda sizes, expression: expression)
+        monkeypatch.setattr(dynamic_shapes, "_planned_partition", lambda hint: hint)
     with torch._inductor.config.patch(force_disable_caches=True):
         results, code = code_after((2, 3), [(3, 11)])
         others, others_code = code_after((60, 60), [(3, 11)])
@@ -258,14 +258,14 @@ def test_backward_that_is_refused_runs_uncompiled_and_ends_no_run(any_shape: boo
 
 def test_question_that_becomes_a_guard_is_answered_by_true_sizes_though_it_asks_for_hints() -> None:
     """Such as whether 32 bits address a tensor. What a smaller size would answer is no true guard of a large batch."""
-    open_shapes.install()
+    dynamic_shapes.install_planning()
     sizes = ShapeEnv()
     source = ConstantSource("tokens")
     tokens = sizes.create_symbol(1 << 32, source, dynamic_dim=DimDynamic.DYNAMIC)
     allocator = SizeVarAllocator(sizes)
-    hint = next(getattr(allocator, name) for name in open_shapes._HINTS if hasattr(allocator, name))
-    with open_shapes.planning():
-        assert hint(tokens) == open_shapes.PLANNED_TOKENS
-        assert open_shapes._telling(hint)(tokens) == 1 << 32
+    hint = next(getattr(allocator, name) for name in dynamic_shapes._HINTS if hasattr(allocator, name))
+    with dynamic_shapes.planning():
+        assert hint(tokens) == dynamic_shapes.PLANNED_TOKENS
+        assert dynamic_shapes._with_true_sizes(hint)(tokens) == 1 << 32
     for maker in (simd, triton_utils):
         assert hasattr(maker.expr_fits_within_32bit, "__wrapped__")
