@@ -6,7 +6,7 @@ that of the matrix, and its spectral norm), for a matrix of random numbers and o
 and whether two runs, and a matrix in several stacks, have the same bits. Then the sum over all layers. TFLOP/s count
 whole products on both sides, so more than the hardware has means that half of them was not computed.
 
-For each product: milliseconds with the library and with each tiling of `product_kernels` (rows, columns and inner
+For each product: milliseconds with the library and with each tiling of `matmul_kernels` (rows, columns and inner
 elements of a tile, loads ahead, warps).
 
 python bench/bench_muon.py [--shapes 4096x4096 ...] [--tilings 128,128,64,3,4 ...] [--no-products] [--output FILE]
@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.optim import _muon
 
 from megatier.layout import Layout
-from megatier.optim import product_kernels
+from megatier.optim import matmul_kernels
 from megatier.optim.adamw import Scalars
+from megatier.optim.matmul_kernels import Tiling
 from megatier.optim.muon import matrices_of, update_matrix
 from megatier.optim.newton_schulz import COEFFICIENTS, EPS, NUM_ITERATIONS, SCALE, orthogonal
-from megatier.optim.product_kernels import Tiling
 from megatier.state import MUON
 
 LAYERS = 32
@@ -156,9 +156,9 @@ def runs_of(x: Tensor) -> Runs:
     part = x[:, : len(x)]
     square = part + part.mT
     scale = 1 / SCALE
-    symmetric = product_kernels.symmetric_product
+    symmetric = matmul_kernels.symmetric_matmul
     polynomial = functools.partial(symmetric, square, square, scale, added=[(0.1, square)], diagonal=1.0)
-    general = product_kernels.product
+    general = matmul_kernels.matmul
     rows, long = x.shape
     return {
         "X X^T": (long, lambda: x @ x.mT, lambda tiling: symmetric(x, x, scale, tiling=tiling)),

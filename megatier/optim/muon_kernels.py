@@ -17,7 +17,7 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-from megatier.optim.fp16_products import SIDE
+from megatier.optim.fp16_matmul import SIDE
 from megatier.optim.kernels import one_nan
 from megatier.optim.newton_schulz import EPS, SCALE
 

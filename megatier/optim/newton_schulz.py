@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatier.optim.fp16_products import library_product, product, symmetric_product
+from megatier.optim.fp16_matmul import library_matmul, matmul, symmetric_matmul
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of an iteration."""
@@ -47,7 +47,7 @@ def orthogonal(x: Tensor) -> Tensor:
 
     Args:
         x: contiguous fp16 [rows, columns], or [experts, rows, columns], of norm 1 each, times `SCALE`. On a GPU rows
-            and columns are multiples of `fp16_products.SIDE`.
+            and columns are multiples of `fp16_matmul.SIDE`.
 
     Returns:
         The same, of another norm.
@@ -58,7 +58,7 @@ def orthogonal(x: Tensor) -> Tensor:
     rows, columns = x.shape[-2:]
     is_tall = rows > columns
     for num_iterations in iterations(rows, columns):
-        gram = symmetric_product(x, x, 1 / SCALE, columns=is_tall)
+        gram = symmetric_matmul(x, x, 1 / SCALE, columns=is_tall)
         factor = _product_of_polynomials(gram, num_iterations)
 
         # Let go of before the product, beside which it would lie in vain.
@@ -66,7 +66,7 @@ def orthogonal(x: Tensor) -> Tensor:
 
         # A tall matrix is the transpose of X.
         left, right = (x, factor) if is_tall else (factor, x)
-        x = product(left, right, 1 / SCALE)
+        x = matmul(left, right, 1 / SCALE)
     return x
 
 
@@ -109,10 +109,10 @@ def _orthogonal_by_library(x: Tensor) -> Tensor:
     for _ in range(NUM_ITERATIONS):
         # Of the shorter side, since the other Gram matrix is larger and gives the same result.
         left, right = (x.mT, x) if is_tall else (x, x.mT)
-        gram = library_product(left, right, 1 / SCALE)
-        polynomial = library_product(gram, gram, c / SCALE, added=(b, gram))
+        gram = library_matmul(left, right, 1 / SCALE)
+        polynomial = library_matmul(gram, gram, c / SCALE, added=(b, gram))
         left, right = (x, polynomial) if is_tall else (polynomial, x)
-        x = library_product(left, right, 1 / SCALE, added=(a, x))
+        x = library_matmul(left, right, 1 / SCALE, added=(a, x))
     return x
 
 
@@ -130,17 +130,17 @@ def _product_of_polynomials(gram: Tensor, num_iterations: int) -> Tensor:
         is_last = num_left == 0
         diagonal = a * scalar * SCALE if is_last else 0.0
         if total is None:
-            polynomial = symmetric_product(gram, gram, c / SCALE, added=[(b, gram)], diagonal=diagonal)
+            polynomial = symmetric_matmul(gram, gram, c / SCALE, added=[(b, gram)], diagonal=diagonal)
             total = polynomial
         else:
-            polynomial = symmetric_product(gram, gram, c / SCALE, added=[(b, gram)])
+            polynomial = symmetric_matmul(gram, gram, c / SCALE, added=[(b, gram)])
             added = [(a, total), (scalar, polynomial)]
-            total = symmetric_product(total, polynomial, 1 / SCALE, added=added, diagonal=diagonal)
+            total = symmetric_matmul(total, polynomial, 1 / SCALE, added=added, diagonal=diagonal)
         scalar *= a
 
         # What the next iteration would find if X were multiplied first.
         if not is_last:
-            half = symmetric_product(gram, polynomial, 1 / SCALE, added=[(a, gram)])
-            gram = symmetric_product(half, polynomial, 1 / SCALE, added=[(a, half)])
+            half = symmetric_matmul(gram, polynomial, 1 / SCALE, added=[(a, gram)])
+            gram = symmetric_matmul(half, polynomial, 1 / SCALE, added=[(a, half)])
     assert total is not None
     return total

@@ -1,7 +1,7 @@
 """The Triton kernel's products against those of the CPU, for every tile of the upper half.
 
 Without a GPU, Triton's interpreter shows which tiles are computed and where they go:
-`TRITON_INTERPRET=1 pytest -m gpu -W ignore tests/optim/test_optim_product_kernels.py`.
+`TRITON_INTERPRET=1 pytest -m gpu -W ignore tests/optim/test_optim_matmul_kernels.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatier.optim import fp16_products
+from megatier.optim import fp16_matmul
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    return importlib.import_module("megatier.optim.product_kernels")
+    return importlib.import_module("megatier.optim.matmul_kernels")
 
 
 def random(*shape: int) -> Tensor:
@@ -45,18 +45,18 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
 def test_symmetric_product_has_all_tiles_and_is_symmetric(kernels: ModuleType, rows: int, columns: bool) -> None:
     x = random(2, 256, rows) if columns else random(2, rows, 256)
     given = x.to(DEVICE)
-    gram = kernels.symmetric_product(given, given, 0.01, columns=columns)
+    gram = kernels.symmetric_matmul(given, given, 0.01, columns=columns)
     assert torch.equal(gram, gram.mT)
-    assert_near(gram, fp16_products.symmetric_product(x, x, 0.01, columns=columns))
-    assert torch.equal(kernels.symmetric_product(given[1], given[1], 0.01, columns=columns), gram[1])
+    assert_near(gram, fp16_matmul.symmetric_matmul(x, x, 0.01, columns=columns))
+    assert torch.equal(kernels.symmetric_matmul(given[1], given[1], 0.01, columns=columns), gram[1])
 
-    other = kernels.symmetric_product(gram, gram, 0.05)
+    other = kernels.symmetric_matmul(gram, gram, 0.05)
     for added in ([(-2.0, gram)], [(-2.0, gram), (3.0, other)]):
-        found = kernels.symmetric_product(gram, gram, 0.1, added=added, diagonal=3.0)
+        found = kernels.symmetric_matmul(gram, gram, 0.1, added=added, diagonal=3.0)
         assert torch.equal(found, found.mT)
         before = gram.cpu()
         there = [(factor, tensor.cpu()) for factor, tensor in added]
-        assert_near(found, fp16_products.symmetric_product(before, before, 0.1, added=there, diagonal=3.0))
+        assert_near(found, fp16_matmul.symmetric_matmul(before, before, 0.1, added=there, diagonal=3.0))
 
 
 @pytest.mark.parametrize("side", [14, 40])
@@ -64,7 +64,7 @@ def test_tiles_of_every_panel_are_computed_once(kernels: ModuleType, side: int) 
     if INTERPRETED and side > 14:
         pytest.skip("too slow")
     x = random(side * 64, 64).to(DEVICE)
-    gram = kernels.symmetric_product(x, x, 0.1, tiling=kernels.Tiling(rows=64, columns=64, warps=4))
+    gram = kernels.symmetric_matmul(x, x, 0.1, tiling=kernels.Tiling(rows=64, columns=64, warps=4))
     assert_near(gram, (x.float() @ x.float().mT * 0.1).half().cpu())
 
 
@@ -72,6 +72,6 @@ def test_tiles_of_every_panel_are_computed_once(kernels: ModuleType, side: int) 
 def test_product_has_all_tiles(kernels: ModuleType, sides: tuple[int, int]) -> None:
     rows, columns = sides
     left, right = random(2, rows, 256), random(2, 256, columns)
-    found = kernels.product(left.to(DEVICE), right.to(DEVICE), 0.01)
-    assert_near(found, fp16_products.product(left, right, 0.01))
-    assert torch.equal(kernels.product(left[1].to(DEVICE), right[1].to(DEVICE), 0.01), found[1])
+    found = kernels.matmul(left.to(DEVICE), right.to(DEVICE), 0.01)
+    assert_near(found, fp16_matmul.matmul(left, right, 0.01))
+    assert torch.equal(kernels.matmul(left[1].to(DEVICE), right[1].to(DEVICE), 0.01), found[1])

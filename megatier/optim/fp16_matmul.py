@@ -16,7 +16,7 @@ SIDE = 128
 """Every side of a factor on a GPU is a multiple of this, so that no tile has to look for its end."""
 
 
-def symmetric_product(
+def symmetric_matmul(
     left: Tensor,
     right: Tensor,
     scale: float,
@@ -39,9 +39,9 @@ def symmetric_product(
         fp16 [.., M, M], symmetric in every bit.
     """
     if left.is_cuda:
-        from megatier.optim import product_kernels
+        from megatier.optim import matmul_kernels
 
-        return product_kernels.symmetric_product(left, right, scale, added=added, diagonal=diagonal, columns=columns)
+        return matmul_kernels.symmetric_matmul(left, right, scale, added=added, diagonal=diagonal, columns=columns)
 
     def one(index: int) -> Tensor:
         first, second = (_as_fp32(tensor, index) for tensor in (left, right))
@@ -57,20 +57,20 @@ def symmetric_product(
     return _one_by_one(one, left)
 
 
-def product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def matmul(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """Compute scale * left @ right; both are contiguous fp16 [.., M, K] and [.., K, N], and so is what is returned."""
     # The library's kernels for one product are its fastest, but those for several may add up in another order.
     if left.ndim == 2:
-        return library_product(left, right, scale)
+        return library_matmul(left, right, scale)
     if not left.is_cuda:
         return _one_by_one(lambda index: (_as_fp32(left, index) @ _as_fp32(right, index)).mul_(scale), left)
 
-    from megatier.optim import product_kernels
+    from megatier.optim import matmul_kernels
 
-    return product_kernels.product(left, right, scale)
+    return matmul_kernels.matmul(left, right, scale)
 
 
-def library_product(left: Tensor, right: Tensor, scale: float, *, added: tuple[float, Tensor] | None = None) -> Tensor:
+def library_matmul(left: Tensor, right: Tensor, scale: float, *, added: tuple[float, Tensor] | None = None) -> Tensor:
     """Compute scale * left @ right by the device's library.
 
     Args:

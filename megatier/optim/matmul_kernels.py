@@ -46,7 +46,7 @@ GENERAL = Tiling(columns=256)
 """Of any other product."""
 
 
-def symmetric_product(
+def symmetric_matmul(
     left: Tensor,
     right: Tensor,
     scale: float,
@@ -56,7 +56,7 @@ def symmetric_product(
     columns: bool = False,
     tiling: Tiling = SYMMETRIC,
 ) -> Tensor:
-    """Do what `fp16_products.symmetric_product` describes, for factors whose sides are multiples of `SIDE`."""
+    """Do what `fp16_matmul.symmetric_matmul` describes, for factors whose sides are multiples of `SIDE`."""
     num_products, rows, inner = _sides(left, columns)
     result = left.new_empty(*left.shape[:-2], rows, rows)
     num_tiles = rows // tiling.rows
@@ -66,8 +66,8 @@ def symmetric_product(
     return result
 
 
-def product(left: Tensor, right: Tensor, scale: float, tiling: Tiling | None = None) -> Tensor:
-    """Do what `fp16_products.product` describes, for factors whose sides are multiples of `SIDE`."""
+def matmul(left: Tensor, right: Tensor, scale: float, tiling: Tiling | None = None) -> Tensor:
+    """Do what `fp16_matmul.matmul` describes, for factors whose sides are multiples of `SIDE`."""
     num_products, rows, inner = _sides(left, False)
     columns = right.shape[-1]
     result = left.new_empty(*left.shape[:-1], columns)
