@@ -1,8 +1,8 @@
-"""Forecasts how long a step takes on a machine with given rates, and what bounds it. Pure.
+"""The forecast of a step: how long it takes on a machine with given rates, and what bounds it. Pure.
 
-The jobs are those that the player would play (`jobs`, `rank_jobs`): the items of the timeline, compute, and what
-follows gradients. Three steps are simulated in a row, because a step's updates run under the next one. The last one
-counts.
+The planner compares plans by it, and a run compares its steps with it. The jobs are those that the player would do
+(`jobs`, `rank_jobs`). Three steps are simulated in a row, because the updates of a step run during the next one. The
+last step counts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Tier
 
 TimedJob = tuple[Job, tuple[float, float]]
-"""A job, and when it begins and ends, in seconds."""
+"""A job, with the seconds at which it begins and ends."""
 NUM_STEPS = 3
-"""Steps that are simulated in a row."""
+"""The number of steps that are simulated in a row."""
 QUEUES_OF_DISK = ("nvme_to_ram", "nvme_to_gpu", "ram_to_nvme")
 """The queues that share the drives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneSpan:
-    """One job as simulated: what its lane did, and when."""
+    """A simulated job: its lane, and its time in the step."""
 
     lane: str
     name: str
@@ -45,18 +45,18 @@ class LaneSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """A step as it should be."""
+    """The simulated figures of a step."""
 
     seconds: float
     """Seconds of one step."""
     busy_seconds: Mapping[str, float]
-    """Seconds of the step in which each lane does something."""
+    """Seconds of the step in which each lane works."""
     alone_seconds: Mapping[str, float]
-    """Seconds that each lane's amounts take with nothing else going on."""
+    """Seconds that the work of each lane would take if no other lane worked."""
     moved_bytes: Mapping[str, float]
     """Bytes that each queue moves."""
     spans: tuple[LaneSpan, ...]
-    """All that goes on in the step, including moves that the step before left to it."""
+    """All jobs that run in the step, including those of the step before that still run."""
 
     @property
     def uses_drives(self) -> bool:
@@ -65,12 +65,12 @@ class Forecast:
 
     @property
     def bound_by(self) -> str:
-        """The lane that would need longest if all else were free; "nvme" stands for all queues of the drives."""
-        # The host's seconds are the same in every plan.
+        """The lane whose work takes longest by itself; "nvme" stands for all queues of the drives."""
+        # The seconds of the host are the same in every plan.
         needs = dict(self.alone_seconds)
         needs.pop("host", None)
 
-        # All queues of the drives count as one, since they share them.
+        # The queues of the drives count as one, because they share the drives.
         disk = 0.0
         for queue in QUEUES_OF_DISK:
             disk += needs.pop(queue, 0.0)
@@ -86,23 +86,23 @@ def forecast(
     policy: Policy,
     rates: Rates,
 ) -> Forecast:
-    """Simulate a step, none of whose gradients are clipped.
+    """Simulate a step without clipping.
 
     Args:
         accesses: the order in which a step uses its units.
-        compute_seconds: seconds of one use of a unit by one group, by unit and phase. One that is missing takes none.
+        compute_seconds: seconds that one group's use of a unit takes, by unit and phase. A missing one takes none.
         units: all units.
-        placement: homes, slots.
-        policy: groups, clipping.
-        rates: what the machine's links, drives and processors do; of several ranks, what one of them has.
+        placement: homes and slots.
+        policy: groups and clipping.
+        rates: the rates of the machine, or the share of them that one of several ranks has.
 
     Raises:
         PlanError: a unit must be loaded and there is no GPU slot.
     """
     steps, first, later, lanes = _simulation(accesses, compute_seconds, units, placement, policy, rates)
 
-    # The first step has no updates to do. The second does those of the first; its last writes and its exchange reach
-    # into the third, which is therefore as all later ones.
+    # The first step has no updates to do. The last writes and the exchange of the second reach into the third, so that
+    # the third is like all later ones.
     ends = [steps.step(first)]
     for _ in range(NUM_STEPS - 1):
         end = steps.step(later)
@@ -124,9 +124,9 @@ def forecast(
 
 
 def _busy_seconds(timed: Sequence[TimedJob], lanes: Iterable[str], start: float, stop: float) -> dict[str, float]:
-    """Return the seconds from start to stop in which each lane does something, by the lane's name in a plan.
+    """Return the seconds from start to stop in which each lane works, by the lane's name in a plan.
 
-    They are counted by time: a job that runs in this step may belong to the one before.
+    A job counts for the step in which it runs, although it may belong to the step before.
     """
     busy = dict.fromkeys(map(queue_of, lanes), 0.0)
     for job, (begin, end) in timed:
@@ -136,7 +136,7 @@ def _busy_seconds(timed: Sequence[TimedJob], lanes: Iterable[str], start: float,
 
 
 def _spans(timed: Sequence[TimedJob], start: float, stop: float) -> tuple[LaneSpan, ...]:
-    """Return what goes on from start to stop, in seconds from the start."""
+    """Return the jobs that run from start to stop, in seconds from the start."""
     spans = []
     for job, (begin, end) in timed:
         if _is_within(begin, end, start, stop):
@@ -152,9 +152,9 @@ def _is_within(begin: float, end: float, start: float, stop: float) -> bool:
 
 
 def _alone_seconds(jobs: Iterable[Job], lanes: Mapping[str, Lane]) -> dict[str, float]:
-    """Return the seconds that each lane's part of the jobs takes with nothing else going on.
+    """Return the seconds that the jobs of each lane would take if no other lane worked.
 
-    They are counted by job, as bytes are: a job that belongs to this step may end in the next one.
+    A job counts for the step to which it belongs, although it may end in the next one.
     """
     alone = dict.fromkeys(map(queue_of, lanes), 0.0)
     for job in jobs:
@@ -174,7 +174,7 @@ def _moved_bytes(jobs: Iterable[Job]) -> dict[str, float]:
     return moved
 
 
-def floor(
+def least_step_seconds(
     accesses: Sequence[Access],
     compute_seconds: ComputeSeconds,
     units: Sequence[UnitSpec],
@@ -182,15 +182,15 @@ def floor(
     policy: Policy,
     rates: Rates,
 ) -> float:
-    """Return the seconds that the forecast of a step has at least, counted and not simulated.
+    """Return a lower bound of `forecast(...).seconds`, without a simulation.
 
-    All that a step waits for begins when the step before is over; that is counted. Moves and updates that a step leaves
-    to the next one (last writes, the exchange, updates in the backward) are not. Arguments and errors are those of
-    `forecast`.
+    It counts all work between the end of the step before and the end of this one. Moves and updates that a step leaves
+    to the next one (last writes, the exchange, updates in the backward) do not count. Arguments and errors are those
+    of `forecast`.
     """
     steps, _, later, lanes = _simulation(accesses, compute_seconds, units, placement, policy, rates)
 
-    # Without a step before it nothing would have to be updated.
+    # A first step would have no updates.
     steps.follow_a_step()
     steps.step(later)
     return least_seconds(steps.jobs, lanes, "compute")
@@ -204,20 +204,19 @@ def _simulation(
     policy: Policy,
     rates: Rates,
 ) -> tuple[StepJobs, Timeline, Timeline, dict[str, Lane]]:
-    """Return the jobs, timelines and lanes that are simulated; see `forecast`.
+    """Return what is simulated; see `forecast`.
 
     Returns:
-        The jobs of no step yet, of a rank or of a process that is alone; the timelines of the first step and of every
-        later one, in which updates in the backward are not void; and the lanes.
+        Jobs without steps; the timelines of the first step and of every later one, in which updates in the backward are
+        not void; and the lanes.
     """
-    # Each of several ranks loads a shard and gathers the others.
     kind = RankJobs if policy.num_ranks > 1 else StepJobs
 
-    # Updates are counted in parameters, so their products become as many as take equally long.
+    # Rates count updates in parameters. A product counts as the parameters that take equally long.
     per_flop = rates.gpu_update_parameters_per_s / rates.flops_per_s
     steps = kind(compute_seconds, units, placement, policy, per_flop)
 
-    # In the immediate mode all updates run in the backward, and none is left to the next step.
+    # In the immediate mode all updates run in the backward, so none is due in the next step.
     due: set[str] = set()
     if policy.deferred:
         due = placement.grad_homes.keys() - set(placement.speculative)
@@ -239,13 +238,13 @@ def _simulation(
 
 
 def _locked_shares(units: Sequence[UnitSpec], placement: Placement, rates: Rates) -> tuple[float, float]:
-    """Return how much of RAM is page-locked: of weights, gradients, activations and slots, and of other state."""
+    """Return the pinned share of RAM: that of weights, gradients, activations and slots, and that of other state."""
     weight_bytes = 0
     for spec in units:
         if placement.homes[spec.name, Kind.WEIGHT] is Tier.RAM:
             weight_bytes += block_bytes(spec, Kind.WEIGHT)
 
-    # Compute waits for all of this, and for no other state.
+    # Compute waits for these bytes, and not for other state.
     awaited_bytes = weight_bytes + placement.other_bytes.get(Tier.RAM, 0)
     state_bytes = placement.state_bytes.get(Tier.RAM, 0)
     return rates.locked_shares(awaited_bytes, state_bytes - weight_bytes)

@@ -1,4 +1,4 @@
-"""Job list: jobs in the order of their lanes, as they are added one by one or as chains of moves. Pure."""
+"""A list of jobs for the simulation. `jobs` and `rank_jobs` add to it one by one or as chains of moves. Pure."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from megatier.forecast.simulate import Job
 from megatier.schedule.moves import Move
 
 PIECES_MAX = 4
-"""Pieces in which a spilled unit's state is simulated: reads, AdamW and writes of a unit overlap."""
+"""The most pieces of one unit in a simulation. Reads, AdamW and writes of different pieces overlap."""
 
 
 class JobList:
-    """Jobs that were added so far. All references to jobs are their indices in `jobs`."""
+    """The jobs that were added so far. Methods take and return jobs as indices in `jobs`."""
 
     def __init__(self, chunk_elements: int) -> None:
-        """Take the elements of an update chunk. No job was added yet."""
+        """Begin without jobs, for update chunks of so many elements."""
         self.jobs: list[Job] = []
         """All jobs so far."""
         self._chunk_elements = chunk_elements
 
-    def _chain(self, moves: Sequence[Move], name: str, *after: int | None, pieces: int = 1) -> int:
-        """Add moves of which each begins when the one before is over, piece by piece; returns the last job."""
+    def chain(self, moves: Sequence[Move], name: str, *after: int | None, pieces: int = 1) -> int:
+        """Add moves, each of which begins after the one before, piece by piece. Return the last job."""
         last = -1
         for _ in range(pieces):
-            last = self._add_piece(moves, name, pieces, *after)
+            last = self.add_piece(moves, name, pieces, *after)
         return last
 
-    def _add_piece(self, moves: Sequence[Move], name: str, pieces: int, *after: int | None) -> int:
-        """Add one of so many pieces of each move, one after the other; returns the last job."""
+    def add_piece(self, moves: Sequence[Move], name: str, pieces: int, *after: int | None) -> int:
+        """Add one of so many pieces of each move, one after the other. Return the last job."""
         last = -1
         for move in moves:
             amount = move.num_bytes / pieces
-            last = self._add(move.queue, name, amount, *after)
+            last = self.add(move.queue, name, amount, *after)
             after = (last,)
         return last
 
-    def _add(self, lane: str, name: str, amount: float, *after: int | None) -> int:
-        """Add one job, behind all others of its lane; returns its index."""
-        # Each once, since several slots may have been emptied by one job.
+    def add(self, lane: str, name: str, amount: float, *after: int | None) -> int:
+        """Add a job behind all others of its lane. Return its index."""
+        # One job may have emptied several slots, so it may come several times.
         waited = {index for index in after if index is not None}
         index = len(self.jobs)
         job = Job(lane=lane, name=name, amount=amount, after=tuple(waited))
         self.jobs.append(job)
         return index
 
-    def _num_pieces(self, elements: int) -> int:
-        """Return the pieces of a unit's state: its chunks, but no more than are worth simulating."""
+    def num_pieces(self, elements: int) -> int:
+        """Return the number of pieces of a unit's state: its chunks, up to PIECES_MAX."""
         num_chunks = -(-elements // self._chunk_elements)
         return max(1, min(PIECES_MAX, num_chunks))

@@ -1,4 +1,4 @@
-"""Lanes of a machine: how fast each one is alone, and what part of links, drives and memory it takes then. Pure."""
+"""The lanes of a machine for the simulation: the rate of each, and its share of links, drives and memory. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from megatier.schedule.rates import UPDATE_BYTES, UPDATE_READ_BYTES, UPDATE_WRIT
 from megatier.tier import Transport
 
 MOVE_TRAFFIC = 2
-"""Bytes of memory traffic for each byte that a drive reads or writes: the drive moves it, and its checksum reads it."""
+"""Bytes of memory traffic for each byte that a drive reads or writes: the drive moves it, and the checksum reads it."""
 RING_TRAFFIC = 3
-"""Bytes of memory traffic for each byte that passes through a ring: the host reads and writes it, then the GPU reads or
-writes it."""
+"""Bytes of memory traffic for each byte through a ring: the host reads and writes it, and the GPU reads or writes
+it."""
 COLLECTIVES = ("gather", "scatter")
-"""Lanes that stand for the queue `ranks` in a simulation, because each has a rate of its own."""
+"""The two lanes that stand for the queue `ranks`, because all-gathers and reduce-scatters have different rates."""
 
 
 def queue_of(lane: str) -> str:
@@ -23,20 +23,20 @@ def queue_of(lane: str) -> str:
 def lanes_of(
     rates: Rates, num_ranks: int = 1, *, multiplies: bool = False, locked: tuple[float, float] = (1.0, 1.0)
 ) -> dict[str, Lane]:
-    """Return the lanes of a machine, with the drives and the host's memory that they share.
+    """Return the lanes of a machine, by name, with their shares of drives, links and RAM.
 
     Args:
-        rates: those of the machine; of one of several ranks, those of `Rates.of_rank`.
+        rates: the rates of the machine; for one of several ranks those of `Rates.of_rank`.
         num_ranks: the number of ranks.
-        multiplies: whether updates on the GPU multiply matrices. Then they and compute share its processors.
-        locked: the share of RAM that is page-locked: of bytes that compute waits for, and of other state. All other
-            bytes pass through rings, which share their threads.
+        multiplies: whether updates on the GPU multiply matrices, so that they share its processors with compute.
+        locked: the pinned share of the RAM that compute waits for, and of other state. All other bytes pass through
+            rings, which share their threads.
     """
     # AdamW on the GPU is bound by its memory, and takes few processors from compute.
     products = {"processors": 1.0} if multiplies else {}
     update_gpu = Lane(rates.gpu_update_parameters_per_s, products)
     if rates.unified_bytes is not None:
-        # That memory is the host's. What compute takes of it is in its own rate.
+        # AdamW on the GPU then uses the bandwidth of RAM. What compute uses of it is part of its measured rate.
         update_gpu = _in_memory(rates, update_gpu.rate, UPDATE_BYTES, **products)
     awaited, other = locked
     lanes = {
@@ -57,15 +57,15 @@ def lanes_of(
 
 
 def _in_memory(rates: Rates, rate: float, traffic: float, **uses: float) -> Lane:
-    """Return a lane that takes part of the host's memory.
+    """Return a lane that uses a share of the bandwidth of RAM.
 
     Args:
         rates: those of the machine.
-        rate: bytes or parameters that the lane does in a second.
-        traffic: bytes of memory traffic for each of them.
-        uses: the share of each other resource that the lane takes at its full rate.
+        rate: bytes or parameters a second.
+        traffic: bytes of memory traffic for each byte or parameter.
+        uses: the share of each other resource at the full rate.
     """
-    # Both were measured at different times, so the share may come out above 1.
+    # The two rates were measured at different times, so the share may exceed 1.
     share = rate * traffic / rates.memory_bytes_per_s
     return Lane(rate, {"memory": min(1.0, share), **uses})
 
@@ -73,11 +73,11 @@ def _in_memory(rates: Rates, rate: float, traffic: float, **uses: float) -> Lane
 def _drive_lanes(rates: Rates) -> dict[str, Lane]:
     """Return the queues that read and write drives.
 
-    An update reads R bytes of a parameter that spills, and writes W. At once, these take (R + W) / mixed seconds; one
-    after the other they would take R / read + W / write. So each direction uses this share of the drives at its full
-    rate, and both together get the mixed rate.
+    An update reads R bytes of a parameter on NVMe and writes W. At the same time these take (R + W) / mixed seconds,
+    and one after the other R / read + W / write. Each direction uses the quotient of the two as its share of the
+    drives, so that both together reach the mixed rate.
     """
-    # Without drives nothing moves on these lanes, and any rate will do.
+    # Without drives nothing moves on these lanes, so any rate will do.
     drives = rates.drives
     read = sum(drive.read_bytes_per_s for drive in drives) or 1.0
     write = sum(drive.write_bytes_per_s for drive in drives) or 1.0
@@ -87,7 +87,7 @@ def _drive_lanes(rates: Rates) -> dict[str, Lane]:
     in_turn_s = UPDATE_READ_BYTES / read + UPDATE_WRITTEN_BYTES / write
     disk = at_once_s / in_turn_s
 
-    # What goes past RAM takes the link as well.
+    # Reads past RAM use the link to the GPU too.
     link = min(1.0, read / rates.to_gpu_bytes_per_s)
     return {
         "nvme_to_ram": _in_memory(rates, read, MOVE_TRAFFIC, disk=disk),
@@ -97,12 +97,12 @@ def _drive_lanes(rates: Rates) -> dict[str, Lane]:
 
 
 def _to_gpu(rates: Rates, locked: float) -> Lane:
-    """Return a queue that copies RAM to the GPU, of which this share is page-locked."""
+    """Return a queue that copies to the GPU from RAM with this pinned share."""
     return _copies(rates, "to_gpu", rates.to_gpu_bytes_per_s, rates.ring_to_gpu_bytes_per_s, locked)
 
 
 def _to_ram(rates: Rates, locked: float) -> Lane:
-    """Return a queue that copies from the GPU to RAM, of which this share is page-locked."""
+    """Return a queue that copies from the GPU to RAM with this pinned share."""
     return _copies(rates, "to_ram", rates.to_ram_bytes_per_s, rates.ring_to_ram_bytes_per_s, locked)
 
 
@@ -111,35 +111,35 @@ def _copies(rates: Rates, link: str, full: float, ring: float | None, locked: fl
 
     Args:
         rates: those of the machine.
-        link: the resource that it uses.
-        full: bytes a second of page-locked RAM.
+        link: the name of the link.
+        full: bytes a second of pinned RAM.
         ring: bytes a second through a ring; None: not known.
-        locked: the share of the bytes that is page-locked.
+        locked: the pinned share of the bytes.
     """
-    # In unified memory the GPU's end of a copy is in the host's memory too.
+    # In unified memory both ends of a copy use the bandwidth of RAM.
     other_end = 0 if rates.unified_bytes is None else 1
 
-    # A ring that nobody has measured is bound by memory.
+    # A ring that was not measured is assumed to be bound by RAM.
     through_ring = min(full, ring or rates.memory_bytes_per_s / (RING_TRAFFIC + other_end))
 
-    # One part of the bytes goes at the rate of the link and the other at that of the ring, so their seconds add up.
+    # Pinned bytes move at the rate of the link, all others at that of the ring, and the seconds add up.
     staged = 1 - locked
     staged_s = staged / through_ring
     locked_s = locked / full
     rate = 1 / (locked_s + staged_s)
 
-    # The link is busy with all of them, and the threads of rings with those alone that are staged.
+    # All bytes use the link, but only staged ones use the threads of the rings.
     uses = {"ring": rate * staged_s, link: rate / full}
     traffic = locked + staged * RING_TRAFFIC + other_end
     return _in_memory(rates, rate, traffic, **uses)
 
 
 def _rank_lanes(rates: Rates, num_ranks: int) -> dict[str, Lane]:
-    """Return compute and the two collectives of one of several ranks.
+    """Return the lanes of compute and of the two collectives for one of several ranks.
 
-    Collectives take the share `ranks_slowdown` of the GPU's processors, so compute is slower beside them.
+    Collectives use the share `ranks_slowdown` of the GPU's processors, so compute is slower beside them.
     """
-    # `Rates.of_rank` has filled in what nobody measured.
+    # `Rates.of_rank` replaces rates that were not measured.
     assert rates.gather_bytes_per_s and rates.scatter_bytes_per_s
     processors = {"processors": min(1.0, rates.ranks_slowdown or 1.0)}
     lanes = {
@@ -150,8 +150,8 @@ def _rank_lanes(rates: Rates, num_ranks: int) -> dict[str, Lane]:
     if rates.ranks_way is not Transport.RAM:
         return lanes
 
-    # Bytes of the rank itself go to RAM for each byte that comes from there: its shard, which all others read, or a
-    # piece for each of them.
+    # For each byte that comes from shared RAM the rank sends some itself: in an all-gather its shard, which all others
+    # read, and in an all-to-all one piece for each of them.
     to_gpu = rates.to_gpu_bytes_per_s
     to_ram = rates.to_ram_bytes_per_s
     sent_bytes = {"gather": 1 / (num_ranks - 1), "scatter": 1.0}

@@ -1,8 +1,8 @@
-"""Jobs of one of several ranks that share the state, as the queue `ranks` orders them. Pure.
+"""The jobs of one of several ranks that share the state, with the collectives of the queue `ranks`. Pure.
 
-One rank stands for all: each does the same at the same time. In the simulation two lanes, `gather` and `scatter`, stand
-for the queue `ranks`, because each has a rate of its own. Every collective waits for the one before, so only one of the
-two works at a time.
+One rank stands for all, because each does the same at the same time. Two lanes of the simulation, `gather` and
+`scatter`, stand for the queue `ranks`, because all-gathers and reduce-scatters have different rates. Every collective
+waits for the one before, so only one of the two lanes works at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatier.schedule.unit_spec import UnitSpec
 
 
 class RankJobs(StepJobs):
-    """The jobs of one rank in some steps in a row."""
+    """The jobs of one rank in several steps in a row."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class RankJobs(StepJobs):
         self._made: dict[tuple[str, int], int] = {}
         """The job that made the gradient of a unit and group."""
         self._shards: deque[tuple[int, ...]] = deque(maxlen=SLOTS_MIN)
-        """The jobs that emptied the GPU slot of each of the last shards."""
+        """The jobs that emptied the GPU slots of the last shards."""
         self._scatters: deque[int] = deque(maxlen=SLOTS_MIN)
-        """The last scatters, each of which emptied a GPU slot for the gradient of a group."""
+        """The last reduce-scatters, each of which emptied a GPU slot for a group's gradient."""
 
     def _comes_before(self, item: Item, index: int) -> bool:
-        """Return whether an item is added before an access, because all is there that it may wait for."""
+        """Return whether an item is added before an access: what it waits for was added already."""
         return item.after_access < index
 
     def _add_item(self, item: Item) -> None:
@@ -52,7 +52,7 @@ class RankJobs(StepJobs):
             super()._add_item(item)
 
     def _load(self, load: Load) -> None:
-        """Bring this rank's shard to the GPU, if it is not at home there, and then those of all ranks together."""
+        """Bring this rank's shard to the GPU, if it is not at home there, and then all-gather the shards."""
         unit = load.unit
         spec = self._units[unit]
         *own, gather = self._moves.load(unit)
@@ -61,12 +61,12 @@ class RankJobs(StepJobs):
         if own:
             slot = self._shards[0] if len(self._shards) == SLOTS_MIN else ()
 
-            # Pieces let one lane work on what another has brought. With one lane alone they save no time.
-            pieces = self._num_pieces(spec.num_elements) if len(own) > 1 else 1
+            # Pieces let two lanes overlap. With one lane they save no time.
+            pieces = self._list.num_pieces(spec.num_elements) if len(own) > 1 else 1
             needs = self._last_end, *slot, updated
-            arrived = self._chain(own, unit, *needs, pieces=pieces)
+            arrived = self._list.chain(own, unit, *needs, pieces=pieces)
 
-        # A streamed unit's shard leaves its slot for the other ranks, and for home.
+        # The shard of a streamed unit leaves its slot only when it is gathered and home.
         returned: tuple[int, ...] = ()
         if load.updates:
             assert arrived is not None
@@ -74,44 +74,44 @@ class RankJobs(StepJobs):
             returned = (home,)
             arrived = self._updates[unit]
 
-        # Behind the collective before it, whichever lane of the simulation has that.
+        # The collective before it may be on the other lane.
         free = self._slot_free(load)
         needs = self._last, arrived, free
-        gathered = self._add("gather", unit, gather.num_bytes, *needs)
+        gathered = self._list.add("gather", unit, gather.num_bytes, *needs)
         self._last = gathered
         self._shards.append((gathered, *returned))
         self._arrivals[unit] = gathered
 
     def _hand_over(self, spec: UnitSpec, group: int, made: int, before: int | None) -> None:
-        """Leave the gradient to the queue `ranks`."""
+        """Note the gradient for the queue `ranks`."""
         self._made[spec.name, group] = made
 
     def _scatter(self, scatter: ReduceScatter) -> None:
-        """Send a group's gradient to the owners of its shards, and add what came to the sum of this rank's shard."""
+        """Reduce-scatter a group's gradient, and add the result to the sum of this rank's shard."""
         unit = scatter.unit
         spec = self._units[unit]
         gradient = self._moves.gradient(unit, scatter.group)
         fetched = None
         if gradient.fetched:
             shipped = self._grads[unit]
-            fetched = self._chain(gradient.fetched, unit, shipped, self._last)
+            fetched = self._list.chain(gradient.fetched, unit, shipped, self._last)
 
         (move,) = self._moves.reduce_scatter(scatter)
         made = self._made.pop((unit, scatter.group))
-        scattered = self._add("scatter", unit, move.num_bytes, self._last, made)
+        scattered = self._list.add("scatter", unit, move.num_bytes, self._last, made)
         self._scatters.append(scattered)
 
-        # The addition takes next to no time, but it needs the sum of the groups before, or a slot for a new one.
+        # The addition takes almost no time, but it waits for the sum of the groups before, or a slot for a new sum.
         slot = super()._grad_slot(unit)
         needs = scattered, fetched, slot
-        added = self._add("scatter", f"{unit} sum", 0.0, *needs)
+        added = self._list.add("scatter", f"{unit} sum", 0.0, *needs)
         self._last = added
         self._ship(spec, gradient, added)
 
     def _grad_slot(self, unit: str) -> int | None:
-        """Return the job that empties a slot in which a whole gradient of a group is made; None: a slot is free."""
+        """Return the job that empties a GPU slot for a group's whole gradient; None: a slot is free."""
         return self._scatters[0] if len(self._scatters) == SLOTS_MIN else None
 
     def _awaited(self) -> Iterable[int | None]:
-        """Return the jobs that a step awaits besides compute: the norm is known when the last gradient is added."""
+        """Return what else the end of a step waits for: the last gradient, without which the norm is not known."""
         return (self._last,)

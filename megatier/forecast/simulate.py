@@ -1,9 +1,8 @@
-"""Simulates lanes that share links, drives and memory, event by event. Pure.
+"""A simulation of lanes that share links, drives and memory, event by event. Pure.
 
-A lane does its jobs one after the other, in order. A job begins when those that it waits for are over. Jobs that run at
-once share resources by max-min fairness: the speeds of all lanes, as shares of their own rates, rise from zero
-together. A lane stops rising at its own rate, or when a resource that it uses is full. Speeds change only when a job
-ends.
+A lane does its jobs in order, one at a time. A job begins when the jobs that it waits for are over. Jobs that run at
+the same time share resources by max-min fairness: the speeds of all lanes, as shares of their own rates, rise from zero
+together, and each stops at its own rate, or when a resource that it uses is full. Speeds change only when a job ends.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 ENDED = 1e-12
-"""A remainder of a job's seconds, or of a resource, up to this size counts as zero: rounding leaves such remainders."""
+"""Remaining seconds of a job, and remaining shares of a resource, count as zero up to this size because of rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Something that does one job at a time: a queue, compute or the host."""
+    """A queue, compute or the host, which does one job at a time."""
 
     rate: float
-    """Amount that it does in a second with nothing else going on."""
+    """Amount a second if no other lane works."""
     uses: Mapping[str, float] = field(default_factory=dict)
-    """Share of each resource that the lane takes at its full rate; 1 is all of it."""
+    """Share of each resource that the lane uses at its full rate; 1 is all of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +34,9 @@ class Job:
     name: str
     """Block or unit that the job is about."""
     amount: float
-    """Bytes, parameters or seconds, as the lane's rate counts them."""
+    """Bytes, parameters or seconds, whichever the lane's rate counts."""
     after: tuple[int, ...] = ()
-    """Indices of jobs that must be over before, each smaller than the job's own."""
+    """Indices of the jobs that must be over before. All are smaller than the job's own."""
 
 
 def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float, float]]:
@@ -55,17 +54,17 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
     ends = [0.0] * len(jobs)
     is_over = [False] * len(jobs)
     waiting: dict[int, list[str]] = {}
-    """By job, the lanes whose first job waits for it, and perhaps for others."""
+    """By job, the lanes whose first job waits for it."""
     left: dict[str, float] = {}
-    """Seconds that each running lane's job still takes at the lane's own rate."""
+    """Seconds that the job of each running lane still takes at the lane's full rate."""
     speeds: dict[frozenset[str], Mapping[str, float]] = {}
-    """Speeds of the lanes that have run together so far, by the set of lanes."""
+    """Speeds of each set of lanes that has run together so far."""
     able = list(lanes)
     """Lanes whose first job may begin, because it has just become the first or a job that it waited for is over."""
     now = 0.0
 
     while True:
-        # Begin all jobs that can begin. A lane waits for one missing job at a time, and then looks for the next one.
+        # Begin all jobs that can begin. A lane waits for one unfinished job at a time, and then looks for the next.
         for name in able:
             if not to_do[name]:
                 continue
@@ -80,7 +79,7 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
         if not left:
             break
 
-        # All run until the first of them ends. The same lanes run together many times, always at the same speeds.
+        # Run until the first job ends. The same lanes often run together, and then have the same speeds.
         together = frozenset(left)
         if together not in speeds:
             speeds[together] = _shared(together, lanes)
@@ -103,11 +102,11 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
 
 
 def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) -> float:
-    """Return the least seconds from the start to the end of the last job, counted and not simulated.
+    """Return a lower bound of the seconds until the last job ends, without a simulation.
 
-    A job begins when all that it waits for is over, however far back, and so are its lane's earlier jobs. So it begins
-    no sooner than the last of them would end if it had everything to itself, and no sooner than each resource could
-    have carried them all. What a resource has carried is added up for one lane, because it only grows from job to job.
+    A job begins when its lane's earlier jobs and all jobs that it waits for, directly or not, are over. So it begins no
+    sooner than the last of them would end without competition, and no sooner than each resource could have carried
+    all of them. The load of resources is added up for one lane, because it only grows from job to job.
 
     For job j with amount a on a lane of rate r, end(j) = start(j) + a / r, and start(j) is the largest of end(k) over
     all k that j waits for and, on the spine, of the seconds that each resource needs for all before j.
@@ -115,17 +114,17 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
     Args:
         jobs: in the order of their lanes.
         lanes: the lanes, by name.
-        spine: a lane for all of whose jobs the last job waits. Resources are added up for these and for the last job.
+        spine: a lane all of whose jobs the last job waits for. The load of resources is added up for these jobs.
     """
     ends = [0.0] * len(jobs)
     needed: list[tuple[int, ...]] = []
-    """The jobs that each job waits for, with the one before it on its lane."""
+    """The jobs that each job waits for, the one before it on its lane included."""
     latest: dict[str, int] = {}
     """The last job of each lane so far."""
     is_carried = [False] * len(jobs)
     """Whether each job is counted in `carried`."""
     carried: dict[str, float] = {}
-    """Seconds that each resource needs for all that the spine has waited for so far."""
+    """Seconds that each resource needs for the jobs that the spine has waited for so far."""
 
     for index, job in enumerate(jobs):
         before = (latest[job.lane],) if job.lane in latest else ()
@@ -133,7 +132,7 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
         needed.append((*job.after, *before))
         start = max([ends[other] for other in needed[index]], default=0.0)
 
-        # Walk back from here to all that is not counted yet. Each job is visited once in all, so this stays linear.
+        # Walk back to all jobs that are not counted yet. Each job is visited once, so the time is linear.
         is_last = index == len(jobs) - 1
         if job.lane == spine or is_last:
             stack = list(needed[index])
@@ -158,20 +157,20 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
 
 def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, float]:
     """Return the speeds of lanes that run at once, as shares of their own rates."""
-    # The lanes are sorted because a set has another order in each process, and sums of floats depend on the order.
+    # Sums of floats depend on their order, and the order of a set differs from process to process.
     speeds = dict.fromkeys(sorted(together), 0.0)
     rising = list(speeds)
     room = {resource: 1.0 for name in rising for resource in lanes[name].uses}
     level = 0.0
 
     while rising:
-        # `pull` is how much of each resource the rising lanes take for each unit of level.
+        # `pull` is what the rising lanes use of each resource when their level rises by 1.
         pull = dict.fromkeys(room, 0.0)
         for name in rising:
             for resource, share in lanes[name].uses.items():
                 pull[resource] += share
 
-        # All rise together until they are at their own rates or a resource is full. Those that use it stay there.
+        # All rise together until they reach their own rates or a resource is full, whose users stay at that level.
         limits = [room[key] / pull[key] for key in room if pull[key] > 0]
         rise = min([1.0 - level, *limits])
         level += rise

@@ -151,7 +151,7 @@ def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
         seen.append((trial.seconds, placement))
 
         # A floor takes a fraction of the time of a simulation.
-        if best is not None and trial.floor(placement) >= limit:
+        if best is not None and trial.least_seconds(placement) >= limit:
             continue
 
         made = trial.forecast(placement)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig
 from megatier.errors import PlanError, mib
-from megatier.forecast.forecast import Forecast, floor, forecast
+from megatier.forecast.forecast import Forecast, forecast, least_step_seconds
 from megatier.forecast.jobs import ComputeSeconds
 from megatier.models.decoder import Unit
 from megatier.planner.memory import ActivationBytes, activation_bytes
@@ -116,9 +116,9 @@ class Trial:
         seconds += [trial.forecast(placement).seconds for trial in (fastest, slowest)]
         return min(seconds), max(seconds)
 
-    def floor(self, placement: Placement) -> float:
+    def least_seconds(self, placement: Placement) -> float:
         """Return the seconds that the forecast of a step has at least."""
-        return floor(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
+        return least_step_seconds(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
 
     def with_tokens(self, times: float) -> Self:
         """Return the trial with so many times the tokens in each group.

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from small_timelines import planned_reduce_scatters
 
-from megatier.forecast.forecast import Forecast, floor, forecast
+from megatier.forecast.forecast import Forecast, forecast, least_step_seconds
 from megatier.forecast.jobs import HOST_SECONDS
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.drive_rates import DriveRates
@@ -178,9 +178,9 @@ SLOW = {
 
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize("name", PLACES)
-def test_floor_is_under_the_forecast_and_near_it(name: str, slow: str) -> None:
+def test_least_seconds_are_under_the_forecast_and_near_it(name: str, slow: str) -> None:
     made, placement, policy = of(name, SLOW[slow])
-    least = floor(accesses(policy.groups), SECONDS, UNITS, placement, policy, SLOW[slow])
+    least = least_step_seconds(accesses(policy.groups), SECONDS, UNITS, placement, policy, SLOW[slow])
     assert least <= made.seconds + 1e-9
     # The exchange, and updates in the backward, may run under the next step.
     if name not in ("streamed", "ranks_streamed", "twice", "ranks_twice"):
@@ -264,7 +264,7 @@ def test_forecast_of_offloaded_activations_brings_each_back_while_the_unit_befor
     assert made.seconds == pytest.approx(6 * 0.03 + 0.005 + HOST_SECONDS, rel=1e-3)
     back = [span for span in made.spans if span.lane == "ram_to_gpu"]
     assert [span.name for span in back] == [f"unit{i}" for i in (5, 4, 3, 2, 1)]
-    assert floor(accesses(1), SECONDS, units, placement, policy, link) <= made.seconds + 1e-9
+    assert least_step_seconds(accesses(1), SECONDS, units, placement, policy, link) <= made.seconds + 1e-9
 
 
 @pytest.mark.parametrize(("drive_s", "seconds"), [(0.004, 0.18), (0.03, 0.27)])
@@ -290,7 +290,7 @@ def test_forecast_of_activations_on_nvme_waits_for_drives_only_if_they_are_slowe
         "ram_to_gpu": 5 * MIB,
     }
     assert made.seconds == pytest.approx(seconds + HOST_SECONDS, rel=0.1)
-    assert floor(accesses(1), SECONDS, units, placement, policy, rates) <= made.seconds + 1e-9
+    assert least_step_seconds(accesses(1), SECONDS, units, placement, policy, rates) <= made.seconds + 1e-9
 
 
 def test_forecast_of_ranks_loses_the_slowdown_of_what_comes_beside_compute() -> None:

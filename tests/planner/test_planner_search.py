@@ -87,7 +87,7 @@ def test_search_finds_what_trying_everything_finds(case: str) -> None:
         except PlanError:
             continue
         seconds.append(trial.forecast(placement).seconds)
-        assert trial.compute_seconds <= trial.floor(placement) <= seconds[-1] + 1e-9
+        assert trial.compute_seconds <= trial.least_seconds(placement) <= seconds[-1] + 1e-9
     choice = search(elsewhere(config, rates, budgets, model=model))
     assert min(seconds) <= choice.seconds <= min(seconds) / (1 - WORTH)
 
@@ -192,7 +192,12 @@ def test_search_of_many_layers_finds_units_once_and_simulates_few_trials(monkeyp
 
         return call
 
-    for module, name in ((setups, "cut_units"), (trials, "place"), (trials, "floor"), (trials, "forecast")):
+    for module, name in (
+        (setups, "cut_units"),
+        (trials, "place"),
+        (trials, "least_step_seconds"),
+        (trials, "forecast"),
+    ):
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     drives = (DriveRates(directory="a", read_bytes_per_s=14e9, write_bytes_per_s=12e9, mixed_bytes_per_s=20e9),)
     rates = Rates(
@@ -218,7 +223,7 @@ def test_search_of_many_layers_finds_units_once_and_simulates_few_trials(monkeyp
     assert choice.settings["train.activations"] == "offload"
     assert done["cut_units"] == 1
     assert done["forecast"] <= 6  # of 320 trials
-    assert done["floor"] <= 24
+    assert done["least_step_seconds"] <= 24
     assert done["place"] <= 160
 
 
