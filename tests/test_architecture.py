@@ -81,9 +81,9 @@ OURS = {
     "report/metrics.py": 3,
     "report/picture.py": 1,
     "trace/events.py": 1,  # written
-    "train/model_folder.py": 1,
+    "saving/model_folder.py": 1,
     "train/shared_directory.py": 1,
-    "train/saves.py": 1,  # which directory it is
+    "saving/saves.py": 1,  # which directory it is
 }
 """Files that megatier writes, most of them in a directory that is locked while the run goes on."""
 OF_THE_SYSTEM = {
@@ -213,7 +213,7 @@ def test_streams_events_and_threads_are_named_where_bytes_move_and_by_what_watch
     queues = {"store/stream_clock.py", "store/queue.py", "store/tier_queues.py", "store/ring.py"}
     # Bytes go to shared RAM and from there at once, so a collective has a stream besides that of its queue. Two queues
     # share one for the matrices that they carry.
-    others = {"play/matrix_carrier.py", "ranks/shared_ram.py", "workers.py", "train/watchdog.py"}
+    others = {"play/matrix_carrier.py", "ranks/shared_ram.py", "workers.py", "watch/watchdog.py"}
     others.add("ranks/peer_monitor.py")
     others.add("finalizer.py")  # a collection of cycles may come in any thread, and some cannot close an object
     others.add("session/hub_weights.py")  # whoever takes weights does so on streams or threads of its own

@@ -66,7 +66,7 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 1
 """The code if nobody reads the output any more. rich ends a process with the same code. `train` and `resume` do not end
-then, but go on (`train.outlet`)."""
+then, but go on (`report.console`)."""
 OUT_OF_MEMORY = (
     "the memory that the tiers' budgets leave for activations ran out. Lower tiers.gpu (on a CPU tiers.ram), "
     "model.saved_share or data.sequence_length, raise train.slices or train.groups, set train.activations to offload, "

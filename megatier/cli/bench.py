@@ -20,10 +20,10 @@ from megatier import hardware
 from megatier.cli.output import json_text, print_json, write_text
 from megatier.config.values import MountBudget, parse_bytes, parse_mount
 from megatier.errors import ConfigError, mib
+from megatier.report.console import say
 from megatier.report.report import figure_table
 from megatier.schedule.rates import Rates
 from megatier.schedule.rates_file import as_dict
-from megatier.train.outlet import say
 
 if TYPE_CHECKING:
     from megatier.measure.drive_probe import DriveFigures

@@ -13,8 +13,8 @@ from megatier.checkpoint.run_directory import killed_runs
 from megatier.drives.leftovers import Leftover, find_leftovers
 from megatier.errors import mib
 from megatier.foreign import shown
+from megatier.report.console import say
 from megatier.report.metrics import format_seconds
-from megatier.train.outlet import say
 
 
 def run(argv: Sequence[str]) -> int:

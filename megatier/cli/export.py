@@ -66,8 +66,8 @@ def run(argv: Sequence[str]) -> int:
     if not (options.merge and find_adapter(options.checkpoint)):
         find_checkpoint(options.checkpoint)
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
-    from megatier.train.checkpoint_export import export_checkpoint
-    from megatier.train.upload import check_login, upload
+    from megatier.saving.checkpoint_export import export_checkpoint
+    from megatier.saving.upload import check_login, upload
 
     console = Console()
     repository = options.push_to_hub

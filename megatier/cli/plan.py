@@ -21,6 +21,7 @@ from megatier.config.schema import RunConfig
 from megatier.errors import ConfigError
 from megatier.hardware import mount_of
 from megatier.measure.probe import io_threads
+from megatier.report.console import say
 from megatier.report.figures import NO_GPU
 from megatier.report.plan_text import links_assumption, rates_assumption, sentences, tables
 from megatier.schedule.budgets import Budgets
@@ -28,7 +29,6 @@ from megatier.schedule.rates import ASSUMED, Rates
 from megatier.schedule.rates_file import as_dict, read_rates
 from megatier.schedule.world import World
 from megatier.session.paths import check_paths
-from megatier.train.outlet import say
 
 if TYPE_CHECKING:
     from megatier.planner.plan import Plan

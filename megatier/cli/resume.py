@@ -12,8 +12,8 @@ from megatier.config import file as config_file
 from megatier.data.token_files import NOTE_FILE
 from megatier.errors import ConfigError
 from megatier.models.location import naming_option
+from megatier.report.console import announce, run_console
 from megatier.session.paths import check_paths
-from megatier.train.outlet import announce, run_console
 
 
 def run(argv: Sequence[str]) -> int:

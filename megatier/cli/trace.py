@@ -13,11 +13,11 @@ from rich.table import Table
 from megatier.checkpoint.run_directory import TRACE_FILE
 from megatier.cli.output import write_text
 from megatier.errors import ConfigError
+from megatier.report.console import say
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.picture import LaneUse, account_of, draw, lane_uses, read_trace, step_seconds
 from megatier.report.report import figure_table
 from megatier.trace.events import Account, TraceEvent
-from megatier.train.outlet import say
 
 
 def run(argv: Sequence[str]) -> int:

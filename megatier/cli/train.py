@@ -13,8 +13,8 @@ from megatier.config import file as config_file
 from megatier.config import schema
 from megatier.config.section import field_docs, hints, in_help
 from megatier.errors import ConfigError
+from megatier.report.console import announce, run_console
 from megatier.session.paths import check_paths
-from megatier.train.outlet import announce, run_console
 
 HELP = """\
 usage: megatier train [CONFIG.yaml] [--section.key VALUE ...]

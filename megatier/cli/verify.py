@@ -12,7 +12,7 @@ from rich.console import Console
 from megatier.drives.mounts import check_directory
 from megatier.hardware import scratch_directory
 from megatier.optimizers import OPTIMIZER_NAMES
-from megatier.train.outlet import announce
+from megatier.report.console import announce
 
 
 def run(argv: Sequence[str]) -> int:

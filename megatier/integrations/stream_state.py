@@ -38,11 +38,11 @@ from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.expert_units import places_of
 from megatier.models.weights import chunks
+from megatier.saving.model_folder import SHARD_BYTES
 from megatier.session.generation import hold_in_generation
 from megatier.session.hub_weights import HubWeights
 from megatier.session.session import Session
 from megatier.setup.workload import COMPUTE_DTYPES
-from megatier.train.model_folder import SHARD_BYTES
 
 if TYPE_CHECKING:
     from _typeshed import StrPath

@@ -14,11 +14,11 @@ from megatier.config.schema import RunConfig
 from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
+from megatier.report.console import console_of
 from megatier.setup.setup import Setup
-from megatier.train.outlet import console_of
 from megatier.train.shared_directory import SharedDirectory
 from megatier.train.start import Start
-from megatier.train.watchdog import Watchdog
+from megatier.watch.watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,9 +19,9 @@ from megatier.models.limits import has_position_table, max_positions
 from megatier.planner.changes import hidden_at
 from megatier.planner.prediction import Prediction
 from megatier.planner.search import Choice, search
+from megatier.report.console import say
 from megatier.report.metrics import wavering
 from megatier.setup.setup import Setup
-from megatier.train.outlet import say
 
 WITHOUT_FLEX = "model.attention is {}, not flex_attention, because {}"
 

@@ -16,15 +16,15 @@ from megatier.data.text_stream import TextStream
 from megatier.errors import mib
 from megatier.models.limits import max_positions
 from megatier.planner.prediction import Prediction
+from megatier.report.console import say
 from megatier.report.figures import NO_GPU, TierState, unified_memory
 from megatier.report.metrics import format_count
 from megatier.report.report import print_placement
+from megatier.saving.save_plan import SavePlan
 from megatier.schedule.placement import Placement
 from megatier.session.session import Session
 from megatier.store.store import TieredStore
 from megatier.tier import STATE_KINDS, Kind, Tier
-from megatier.train.outlet import say
-from megatier.train.save_plan import SavePlan
 from megatier.train.shared_text import Text
 
 EPOCHS_MAX = 10

@@ -21,17 +21,17 @@ from megatier.errors import GpuMemoryError, NonFiniteError
 from megatier.host_wait import HOST_WAIT
 from megatier.optim.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
+from megatier.report.console import say
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress
+from megatier.saving.saves import Record, Saves, Say
 from megatier.session.session import Session
 from megatier.trace.events import STEP, TraceEvent, account
-from megatier.train.outlet import say
-from megatier.train.saves import Record, Saves, Say
 from megatier.train.shared_text import Rows, SharedText
 from megatier.train.step_report import StepReports, StepTimes
 from megatier.train.stop import StopRequest
-from megatier.train.watchdog import Watchdog
+from megatier.watch.watchdog import Watchdog
 
 Outcome = Literal["whole", "early", "stopped"]
 """How the steps of a run ended: all are done; evaluations were no better for too long; or somebody stopped it."""

@@ -9,12 +9,12 @@ from megatier.models.weights import WeightReader
 from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
+from megatier.report.console import console_of, say
 from megatier.setup.attention_choice import with_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import model_config_of, open_model
 from megatier.train.choices import WITHOUT_FLEX, fit_positions, plan_choices, settled, with_budgets_kept
-from megatier.train.outlet import console_of, say
 
 
 def setup_of(

@@ -20,7 +20,7 @@ from megatier.data.packing import PackedText
 from megatier.data.text_stream import TextStream
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
-from megatier.train.outlet import say
+from megatier.report.console import say
 
 Text = PackedText | TextStream | ImageChats
 """What a run trains on."""

@@ -28,13 +28,13 @@ from megatier.config.schema import RunConfig, TrainConfig
 from megatier.errors import CheckpointError, ConfigError
 from megatier.models.decoder import Unit
 from megatier.models.weights import WeightReader
+from megatier.report.console import say
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_count, format_seconds
 from megatier.report.report import WorkBar
+from megatier.saving.origin import UNKNOWN, Origin, check_origin, differences
 from megatier.session.session import Session
 from megatier.setup.setup import Setup
-from megatier.train.origin import UNKNOWN, Origin, check_origin, differences
-from megatier.train.outlet import say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from megatier.engine.step import StepResult
 from megatier.errors import mib
 from megatier.forecast.forecast import Forecast
 from megatier.host_wait import HOST_WAIT
+from megatier.report.console import say
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport
 from megatier.report.metrics import format_seconds
 from megatier.report.report import print_moves
@@ -26,7 +27,6 @@ from megatier.session.session import Session
 from megatier.tier import QUEUES
 from megatier.trace.events import Account, ByName, TraceEvent, account, busy_seconds
 from megatier.train.description import nvme_path
-from megatier.train.outlet import say
 
 RANKS = "ranks"
 """The queue by which bytes come from other ranks."""

@@ -62,7 +62,7 @@ class StopRequest:
             self.is_asked = True
             self._first = (number, now)
 
-            # A handler may print here, although another print may be under way: the outlet has no buffer (`outlet`).
+            # A handler may print here although another print is under way, because the console has no buffer.
             self._say("stopping after this step, with a checkpoint; once more to stop at once")
         elif number != self._first[0] or now - self._first[1] >= REPEAT_S:
             before = self._before.get(signal.Signals(number))

@@ -47,10 +47,16 @@ from megatier.foreign import one_version
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
+from megatier.report.console import say
 from megatier.report.metrics import MetricsLog, format_count
 from megatier.report.report import WorkBar
 from megatier.report.tensorboard import ScalarEvents
 from megatier.report.trackers import Sender, TrackedRun, load_trackers
+from megatier.saving.end_export import export_end
+from megatier.saving.origin import Origin, origin_of
+from megatier.saving.save_plan import SavePlan
+from megatier.saving.saves import Record, Saves
+from megatier.saving.upload import check_login, upload
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.setup.machine import Machine, choose_device
@@ -64,17 +70,11 @@ from megatier.train.description import (
     opening,
     tier_states,
 )
-from megatier.train.end_export import export_end
 from megatier.train.loop import Loop, Outcome
-from megatier.train.origin import Origin, origin_of
-from megatier.train.outlet import say
 from megatier.train.restart import run_before_restart
-from megatier.train.save_plan import SavePlan
-from megatier.train.saves import Record, Saves
 from megatier.train.shared_setup import setup_of
 from megatier.train.shared_text import SharedText, Text
-from megatier.train.tally import Tally
-from megatier.train.upload import check_login, upload
+from megatier.watch.work_count import WorkCount
 
 
 def train(
@@ -146,7 +146,7 @@ def train(
 
         record = _open_records(run, config, trackers)
         record({"step": run.start.step, **opening(session, tier_states(session), expected, changes)})
-        saves = Saves(config, session, text, origin, plan, run.watchdog, record)
+        saves = Saves(config, session, lambda: text.state, origin, plan, run.watchdog, record)
         loop = Loop(config, run.console, session, text, record, expected, run.watchdog, saves)
         outcome = loop.steps(run.start.state)
         loop.report(outcome)
@@ -292,7 +292,7 @@ def _open_session(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) ->
 
     describe_reserved(run.console, session)
     with WorkBar(run.console, "NVMe filled", None, lambda size: mib(round(size))) as work:
-        filled = Tally()
+        filled = WorkCount()
         with run.watchdog.watch(session.player, lambda: filled.begun):
             session.seal(filled.counting(work.advance))
     return session, SharedText(run.ranks, text)

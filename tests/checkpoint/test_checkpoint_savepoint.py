@@ -39,8 +39,8 @@ from megatier.checkpoint.savepoint import Savepoint, save_savepoint
 from megatier.cli import main
 from megatier.errors import SavepointError
 from megatier.private import PrivateDirectory
+from megatier.saving import saves
 from megatier.session.session import Session
-from megatier.train import saves
 
 
 @pytest.fixture(scope="module")

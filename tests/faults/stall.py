@@ -32,7 +32,7 @@ from megatier.session.pieces import Piece
 from megatier.store.arena import SlotPool
 from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Completion, Transfer
-from megatier.train import watchdog
+from megatier.watch import watchdog
 
 never = threading.Event()
 STEPS = 6

@@ -31,8 +31,8 @@ from megatier.checkpoint.chunkfile import CRC_BYTES
 from megatier.checkpoint.savepoint import save_savepoint
 from megatier.cli import main
 from megatier.private import PrivateDirectory
+from megatier.saving import saves
 from megatier.session.session import Session
-from megatier.train import saves
 
 TIERS: dict[str, dict[str, Any]] = {
     "nvme": {"tiers.state": "nvme", "tiers.ram": "24MiB"},

@@ -31,7 +31,7 @@ from megatier.measure import probe
 from megatier.play.player import Player
 from megatier.schedule.drive_rates import DriveRates
 from megatier.schedule.rates import Rates
-from megatier.train.watchdog import Watchdog
+from megatier.watch.watchdog import Watchdog
 
 
 def test_train_run_leaves_config_metrics_and_model_and_nothing_else(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from stalled_scene import Scene, stalled_scene
 
-from megatier.train.stall_report import QUEUES_TITLE, SHOWN_MAX, stall_report
+from megatier.watch.stall_report import QUEUES_TITLE, SHOWN_MAX, stall_report
 
 
 @pytest.fixture

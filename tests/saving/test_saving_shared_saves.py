@@ -18,9 +18,10 @@ from megatier.checkpoint import chunkfile
 from megatier.checkpoint.pace import Pace
 from megatier.config.schema import RunConfig
 from megatier.errors import CapacityError, ExportError
+from megatier.saving import end_export
+from megatier.saving.saves import Saves, Say
 from megatier.session.session import Session
-from megatier.train import end_export, trainer
-from megatier.train.saves import Saves, Say
+from megatier.train import trainer
 
 
 @pytest.fixture

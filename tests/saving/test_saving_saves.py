@@ -27,8 +27,8 @@ from megatier.errors import ConfigError, StallError
 from megatier.models import export
 from megatier.play.player import Player
 from megatier.ranks.channel import SingleRank
-from megatier.train import save_plan, saves
-from megatier.train.save_plan import SavePlan
+from megatier.saving import save_plan, saves
+from megatier.saving.save_plan import SavePlan
 
 SIX: dict[str, Any] = {"train.steps": 6}
 DUE = (2, 4)
@@ -351,7 +351,7 @@ def test_run_whose_export_fails_without_room_lets_an_older_checkpoint_go_first(
             patch.setattr(shutil, "disk_usage", room)
             real(*args)
 
-        patch.setattr("megatier.train.model_folder.export", fill)
+        patch.setattr("megatier.saving.model_folder.export", fill)
         assert main(command(tmp_path, SIX)) == 2
     assert saved_steps(tmp_path) == [4, 6]
     assert main(["resume", str(tmp_path / "run")]) == 0

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from megatier.errors import ConfigError, UploadError
 from megatier.foreign import reason_of
-from megatier.train.outlet import say
+from megatier.report.console import say
 
 REFUSED = (401, 403)
 """What the hub answers to a token that it does not take."""

@@ -20,11 +20,10 @@ from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.config.schema import RunConfig
 from megatier.errors import CapacityError, MegatierError, StallError, TransferError, mib
 from megatier.report.metrics import format_seconds
+from megatier.saving.save_plan import SavePlan
 from megatier.session.session import Session
-from megatier.train.save_plan import SavePlan
-from megatier.train.shared_text import SharedText
-from megatier.train.tally import Tally
-from megatier.train.watchdog import Watchdog
+from megatier.watch.watchdog import Watchdog
+from megatier.watch.work_count import WorkCount
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a drive that has no room, which goes away when somebody makes some."""
@@ -48,7 +47,7 @@ class Saves:
         self,
         config: RunConfig,
         session: Session,
-        text: SharedText,
+        text_state: Callable[[], dict[str, Any]],
         origin: Mapping[str, str],
         plan: SavePlan,
         watchdog: Watchdog,
@@ -59,7 +58,7 @@ class Saves:
         Args:
             config: the run.
             session: the run's state, which is filled.
-            text: the text that the run trains on, whose position is saved.
+            text_state: returns the position in the text, which is saved too.
             origin: model and tokenizer (`origin_of`), which are saved too.
             plan: says how many checkpoints are kept, and when one is due if the config does not.
             watchdog: watches waits.
@@ -68,7 +67,7 @@ class Saves:
         self._config = config
         self._session = session
         self._all_ranks = session.all_ranks
-        self._text = text
+        self._text_state = text_state
         self._watchdog = watchdog
         self._record = record
         self._origin = origin
@@ -352,7 +351,7 @@ class Saves:
 
     # ------------------------------------------------------------------ the end
 
-    def watching(self, done: Tally) -> AbstractContextManager[None]:
+    def watching(self, done: WorkCount) -> AbstractContextManager[None]:
         """Watch an export, whose pieces are counted, for as long as this is entered."""
         return self._watchdog.watch(self._session.player, lambda: done.count)
 
@@ -409,7 +408,7 @@ class Saves:
         tiles = self._session.engine.model.tiles
         text = self._position
         if text is None:
-            text = self._text.state
+            text = self._text_state()
         state = RunState.of(step, self._config, self._device, text, self._origin, tiles, self.best)
         return state.to_dict()
 

@@ -9,7 +9,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Tally:
+class WorkCount:
     """Counts the pieces of some work in any thread. One count that is lost among many does no harm."""
 
     def __init__(self) -> None:

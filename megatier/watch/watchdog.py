@@ -27,8 +27,8 @@ from typing import Self
 from megatier import _native
 from megatier.errors import StallError
 from megatier.play.player import Player
-from megatier.train.patience import Patience
-from megatier.train.stall_report import stall_report
+from megatier.watch.stall_report import stall_report
+from megatier.watch.stall_timer import StallTimer
 
 LOOK_S_MAX = 1.0
 """Seconds between two looks, at most."""
@@ -62,7 +62,7 @@ class Watchdog:
             expected_s: seconds of a step as predicted; 0: not known.
         """
         self._path = path
-        self._patience = Patience(least_s, expected_s)
+        self._stall_timer = StallTimer(least_s, expected_s)
 
         # The time between looks is 0 if the watchdog never acts. Then no thread is started and no signal is caught.
         self._look_s = min(LOOK_S_MAX, least_s / LOOKS_MIN)
@@ -115,7 +115,7 @@ class Watchdog:
     def expect(self, seconds: float) -> None:
         """Take note that a step is now predicted to take so long."""
         with self._lock:
-            self._patience.expected_s = seconds
+            self._stall_timer.expected_s = seconds
 
     # ------------------------------------------------------------------ its thread
 
@@ -126,7 +126,7 @@ class Watchdog:
             with self._lock:
                 player = self._player
                 seen = None if player is None else self._look(player)
-                if not self._patience.ends(seen, self._look_s) or player is None:
+                if not self._stall_timer.observe(seen, self._look_s) or player is None:
                     continue
                 self._stop(player)
 
@@ -143,7 +143,7 @@ class Watchdog:
     def _stop(self, player: Player) -> None:
         """Write the report, and raise the error in the training thread if that can be reached."""
         # The error is set before the signal is sent, because the handler raises it.
-        self._error = StallError(self._patience.quiet_s, str(self._path))
+        self._error = StallError(self._stall_timer.quiet_s, str(self._path))
         # Neither the terminal nor the drive can be relied on now, so each is written to on a thread of its own.
         text = self._report(player)
         attempt(lambda: sys.stderr.write(text))
@@ -154,7 +154,7 @@ class Watchdog:
     def _report(self, player: Player) -> str:
         """Return the report, or why there is none."""
         try:
-            return stall_report(player, self._patience.quiet_s)
+            return stall_report(player, self._stall_timer.quiet_s)
         except Exception:  # noqa: BLE001 - whatever is wrong with the report, the run has to end
             return f"megatier: {self._error} Its report could not be made:\n{traceback.format_exc()}"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatier.ranks.ranks import Ranks
 
 
-class Outlet(io.TextIOBase):
+class NonBlockingStream(io.TextIOBase):
     """A stream that writes to another one's descriptor, as far as that takes it at once.
 
     It has no buffer. A buffer would hold on to what is dropped, and would refuse a signal's handler that prints while a
@@ -62,7 +62,7 @@ class Outlet(io.TextIOBase):
 def run_console() -> Console:
     """Return the console of a run, on stdout."""
     try:
-        return Console(file=cast(TextIO, Outlet(sys.stdout)))
+        return Console(file=cast(TextIO, NonBlockingStream(sys.stdout)))
     except (OSError, ValueError, AttributeError):
         # Python code captures stdout, which has no descriptor then, or the caller has closed it, so that it is None.
         return Console()

@@ -25,11 +25,11 @@ from megatier.errors import (
 )
 from megatier.foreign import shown
 from megatier.models.export import Tokens
+from megatier.report.console import say
+from megatier.saving.model_folder import write_model
+from megatier.saving.saves import Saves
 from megatier.session.session import Session
-from megatier.train.model_folder import write_model
-from megatier.train.outlet import say
-from megatier.train.saves import Saves
-from megatier.train.tally import Tally
+from megatier.watch.work_count import WorkCount
 
 
 def export_end(
@@ -61,7 +61,7 @@ def export_end(
 
     # What fails from here on is noted and not raised at once, because the state has to be saved first.
     error: Exception | None = None
-    done = Tally()
+    done = WorkCount()
     with saves.watching(done):
         try:
             with all_ranks.failing_together():
@@ -87,7 +87,7 @@ def _write_end(
     folder: Path,
     tokenizer: Tokens,
     dtype: str,
-    done: Tally,
+    done: WorkCount,
 ) -> Exception | None:
     """Write the model of a session or of its best checkpoint, on the first rank; return what stopped it there.
 

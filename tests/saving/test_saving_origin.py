@@ -20,7 +20,7 @@ from megatier.checkpoint.run_directory import last_checkpoint
 from megatier.cli import main
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import DataError
-from megatier.train.origin import differences
+from megatier.saving.origin import differences
 from megatier.train.start import Start
 
 STEPS = 4

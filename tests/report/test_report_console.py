@@ -15,8 +15,8 @@ import pytest
 from small_commands import command, leftovers, metrics
 
 from megatier.cli import main
+from megatier.report.console import NonBlockingStream, run_console
 from megatier.report.metrics import MetricsLog
-from megatier.train.outlet import Outlet, run_console
 
 
 @pytest.fixture
@@ -42,22 +42,22 @@ def fill(stream: TextIO) -> int:
 
 def test_outlet_writes_what_the_reader_takes_in_the_streams_encoding(pipe: tuple[int, TextIO]) -> None:
     reader, stream = pipe
-    outlet = Outlet(stream)
-    assert outlet.write("aä\n") == 3
+    out = NonBlockingStream(stream)
+    assert out.write("aä\n") == 3
     assert os.read(reader, 100) == "aä\n".encode()
-    assert (outlet.encoding, outlet.fileno(), outlet.isatty()) == ("utf-8", stream.fileno(), False)
+    assert (out.encoding, out.fileno(), out.isatty()) == ("utf-8", stream.fileno(), False)
     stream.reconfigure(encoding="ascii")  # type: ignore[attr-defined]
-    Outlet(stream).write("aä\n")
+    NonBlockingStream(stream).write("aä\n")
     assert os.read(reader, 100) == b"a?\n"
 
 
 def test_outlet_of_a_full_pipe_drops_and_writes_again_once_it_is_read(pipe: tuple[int, TextIO]) -> None:
     reader, stream = pipe
-    taken, outlet = fill(stream), Outlet(stream)
-    outlet.write("dropped")
+    taken, out = fill(stream), NonBlockingStream(stream)
+    out.write("dropped")
     while taken:
         taken -= len(os.read(reader, taken))
-    outlet.write("written")
+    out.write("written")
     assert os.read(reader, 100) == b"written"
 
 
@@ -65,7 +65,7 @@ def test_outlet_drops_what_a_full_drive_does_not_take() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     with Path("/dev/full").open("w", encoding="utf-8") as stream:
-        assert Outlet(stream).write("dropped") == 7
+        assert NonBlockingStream(stream).write("dropped") == 7
 
 
 @pytest.mark.parametrize("stream", [None, io.StringIO()], ids=["closed", "captured"])

@@ -37,12 +37,12 @@ from megatier.errors import (
 from megatier.foreign import one_version
 from megatier.models.decoder import Unit, find_units
 from megatier.models.weights import TensorReader
+from megatier.report.console import say
 from megatier.report.history import read_what_there_is
+from megatier.saving.model_folder import SHARD_BYTES, write_model
+from megatier.saving.origin import UNKNOWN, check_origin, differences, exported, origin_of
 from megatier.session.rank_shards import Read
 from megatier.setup.skeleton import open_base, open_model
-from megatier.train.model_folder import SHARD_BYTES, write_model
-from megatier.train.origin import UNKNOWN, check_origin, differences, exported, origin_of
-from megatier.train.outlet import say
 
 
 def export_checkpoint(

@@ -15,9 +15,9 @@ from megatier.errors import (
 )
 from megatier.models.decoder import Unit
 from megatier.models.export import Tokens
+from megatier.report.console import say
 from megatier.session.rank_shards import Read
 from megatier.setup.workload import COMPUTE_DTYPES
-from megatier.train.outlet import say
 
 SHARD_BYTES = 4 << 30
 """Bytes of a file of weights at most."""

@@ -21,9 +21,9 @@ from warm_python import WarmPython
 from megatier.errors import StallError
 from megatier.schedule.timeline import Access
 from megatier.tier import Phase
-from megatier.train import watchdog as watchdog_module
-from megatier.train.tally import Tally
-from megatier.train.watchdog import SIGNAL, Watchdog, progress
+from megatier.watch import watchdog as watchdog_module
+from megatier.watch.watchdog import SIGNAL, Watchdog, progress
+from megatier.watch.work_count import WorkCount
 
 STALL_TIMEOUT_S = 10
 HANGS_S = 20.0
@@ -60,7 +60,7 @@ def test_progress_is_every_item_begun_every_move_ended_and_every_access(scene: S
 def test_watchdog_takes_the_corrected_step(tmp_path: Path) -> None:
     watchdog = Watchdog(tmp_path / "stall.txt", 10.0, 60.0)
     watchdog.expect(90.0)
-    assert watchdog._patience.expected_s == 90.0
+    assert watchdog._stall_timer.expected_s == 90.0
 
 
 def test_watch_where_nothing_moves_raises_in_the_thread_that_waits(
@@ -140,7 +140,7 @@ def test_watch_between_passes_waits_for_ever(scene: Scene, tmp_path: Path) -> No
 
 
 def test_watch_of_pieces_begins_with_the_first_and_goes_on_while_others_follow(scene: Scene, tmp_path: Path) -> None:
-    done = Tally()
+    done = WorkCount()
     piece = done.counting(lambda: None)
     with (
         pytest.raises(StallError),

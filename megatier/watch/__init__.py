@@ -1,0 +1,1 @@
+"""Notices a run in which nothing moves any more, and stops it."""
