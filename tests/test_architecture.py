@@ -65,9 +65,9 @@ OURS = {
     "checkpoint/run_directory.py": 3,
     "checkpoint/run_state.py": 2,
     "checkpoint/savepoint.py": 1,
-    "data/packing.py": 1,  # tokens have a checksum
+    "data/token_range.py": 1,  # tokens have a checksum
     "data/image_rows.py": 1,  # rows too
-    "data/token_files.py": 2,
+    "data/token_note.py": 2,
     "drives/leftovers.py": 5,  # block files, by descriptors of their folders
     "drives/blockfile.py": 1,
     "drives/mounts.py": 2,

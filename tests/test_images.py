@@ -23,8 +23,8 @@ from megatier.cli import main
 from megatier.config.file import load_saved
 from megatier.data.image_chats import ImageChats
 from megatier.data.image_packs import positions_of
-from megatier.data.packing import shuffled
 from megatier.data.processor import load_processor
+from megatier.data.shuffle import permute
 from megatier.report.report_page import build
 
 pytest.importorskip("PIL")
@@ -55,7 +55,7 @@ def plain_batches(folder: Path, batch: int = 2) -> Iterator[dict[str, Tensor]]:
                     part["image"] = Image.open(folder / "data" / part["image"])
     for step in range(STEPS):
         places = [divmod(position, len(records)) for position in range(step * batch, (step + 1) * batch)]
-        chosen = [records[shuffled(place, len(records), (0, epoch))] for epoch, place in places]
+        chosen = [records[permute(place, len(records), (0, epoch))] for epoch, place in places]
         made = own.apply_chat_template(
             chosen,
             tokenize=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatier.checkpoint.run_directory import CONFIG_FILE, DATA_FOLDER, check_goes_on, check_is_run
 from megatier.config import file as config_file
-from megatier.data.token_files import NOTE_FILE
+from megatier.data.token_note import NOTE_FILE
 from megatier.errors import ConfigError
 from megatier.models.location import naming_option
 from megatier.report.console import announce, run_console

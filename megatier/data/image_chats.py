@@ -2,7 +2,8 @@
 
 All of them are read once before the first step: template and processor take each, so that what they refuse is known
 then, and their text is stored as rows (`image_rows`). The pixels of a step are made again, by a thread that is two
-steps ahead. Order and hold-out are those of texts (`packing`), so a run that is resumed needs no position but its step.
+steps ahead. Order and hold-out are those of texts (`holdout`, `shuffle`), so a resumed run needs no position but its
+step.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import torch
 
 from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Conversation
+from megatier.data.holdout import split_documents
 from megatier.data.image_file import ImageBytes, decode_all, digest_of
 from megatier.data.image_packs import Pack, Positions, check_room, joined, packed, without_first
 from megatier.data.image_rows import ByteWriter, ImageRow, RowRange, RowWriter, ranges_of, raw_images
-from megatier.data.packing import settings_of, shuffled, sorted_out
 from megatier.data.processor import Processor, checksum_of, labels_of
 from megatier.data.records import BadRecords
-from megatier.data.token_files import NOTE_FILE, Content, read_contents, write_note
+from megatier.data.shuffle import permute
+from megatier.data.token_note import NOTE_FILE, Content, describe_settings, read_contents, write_note
 from megatier.errors import REMEDIES, DataError
 from megatier.files import create_file
 from megatier.workers import Task, Workers
@@ -196,7 +198,7 @@ class ImageChats:
         for position in range(step * batch, (step + 1) * batch):
             # Each epoch has a permutation of its own, and a batch may reach into the next one.
             epoch, place = divmod(position, self.num_sequences)
-            numbers.append(shuffled(place, self.num_sequences, (self.seed, epoch)))
+            numbers.append(permute(place, self.num_sequences, (self.seed, epoch)))
         return self.train.read(numbers)
 
     def _groups(self, rows: Sequence[Pack], count: int) -> list[Group]:
@@ -255,7 +257,7 @@ def _contents(
     """Return what the files hold, which are made unless they are there; and the file that was damaged, if one was."""
     # A processor with other settings makes other tokens of an image, so rows of another one are made again.
     settings = json.dumps(
-        [settings_of(config, processor.tokenizer), processor.made_by, repr(processor.own), ROW_FORMAT]
+        [describe_settings(config, processor.tokenizer), processor.made_by, repr(processor.own), ROW_FORMAT]
     )
     try:
         contents, damaged = read_contents(directory, settings, FILES)
@@ -288,7 +290,7 @@ def _write(
         writers = RowWriter(train), RowWriter(held_out)
         waiting: tuple[list[ImageRow], list[ImageRow]] = [], []
         kept = ByteWriter(images, FILES[2])
-        for is_for_evaluation, document in sorted_out(config, bad):
+        for is_for_evaluation, document in split_documents(config, bad):
             if not isinstance(document, Conversation):
                 raise DataError(
                     "data.files names texts, and data.images reads conversations alone. Leave the texts out, or set "

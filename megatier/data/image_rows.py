@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatier.data.conversation import Conversation
 from megatier.data.image_file import ImageBytes, check_size, digest_of, read_bytes
-from megatier.data.token_files import Content
+from megatier.data.token_note import Content
 from megatier.errors import DataError
 from megatier.files import open_regular
 

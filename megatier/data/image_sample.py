@@ -11,10 +11,10 @@ from torch import Tensor
 from megatier.compute.modality import is_pixels
 from megatier.config.schema import RunConfig
 from megatier.data.conversation import Conversation
+from megatier.data.holdout import split_documents
 from megatier.data.image_file import decode_all
 from megatier.data.image_packs import check_room
 from megatier.data.image_rows import raw_images
-from megatier.data.packing import sorted_out
 from megatier.data.processor import load_processor
 from megatier.data.records import BadRecords
 from megatier.errors import DataError
@@ -59,7 +59,7 @@ def sample_images(config: RunConfig) -> ImageSample | None:
     largest: Mapping[str, Tensor] = {}
     bad = BadRecords(skips=config.data.skip_bad)
     bad_record: DataError | None = None
-    for _, document in itertools.islice(sorted_out(config.data, bad), SAMPLED):
+    for _, document in itertools.islice(split_documents(config.data, bad), SAMPLED):
         if not isinstance(document, Conversation):
             continue
         try:

@@ -11,10 +11,9 @@ tokens, each alone in a document of its own, so that nothing sees them or learns
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
@@ -26,14 +25,11 @@ from megatier.data.template import tokenise_chats
 from megatier.data.tokenizer import REMEDY, special_tokens
 from megatier.errors import DataError
 
-IGNORED = -100
-"""Label of a token that is not learnt, as Hugging Face has it."""
-
 MARK_BITS = 2
 """Number of bits below a token's id."""
-LEARNT = 1
+LEARNT_MARK = 1
 """Mark of a token whose label counts."""
-FIRST = 2
+FIRST_MARK = 2
 """Mark of the first token of a document."""
 
 WINDOW_ROWS = 128
@@ -86,7 +82,7 @@ class Packer:
 
         # A text is not packed, so it comes after the conversations that wait.
         yield from self._lay_window(hands_on=False)
-        first = FIRST
+        first = FIRST_MARK
         for piece in self._marked(document):
             if len(piece):
                 piece[0] |= first
@@ -159,7 +155,7 @@ class Packer:
         is_begun = 0 < self._left < self._row
         # Each token of the fill is a document of its own, so that none of them is learnt from another one.
         if self._config.is_apart and is_begun:
-            fill = self._tokenizer.eos_token_id << MARK_BITS | FIRST
+            fill = self._tokenizer.eos_token_id << MARK_BITS | FIRST_MARK
             yield np.full(self._left, fill)
         self._left = self._row
 
@@ -171,10 +167,10 @@ class Packer:
         self.num_documents += 1
         for ids in _tokens(document, self._config, self._tokenizer):
             self._look_at(ids)
-            yield ids << MARK_BITS | LEARNT
+            yield ids << MARK_BITS | LEARNT_MARK
 
         # The end of a text is learnt too.
-        end = self._tokenizer.eos_token_id << MARK_BITS | LEARNT
+        end = self._tokenizer.eos_token_id << MARK_BITS | LEARNT_MARK
         yield np.asarray([end])
 
     def _tokenise_chats(self, conversations: Sequence[Conversation]) -> Iterator[NDArray[np.int64]]:
@@ -182,7 +178,7 @@ class Packer:
         for ids, learnt in tokenise_chats(conversations, self._tokenizer, self._bad):
             self.num_documents += 1
             self._look_at(ids)
-            marks = np.where(learnt, LEARNT, 0)
+            marks = np.where(learnt, LEARNT_MARK, 0)
             yield ids << MARK_BITS | marks
 
     def _look_at(self, ids: NDArray[np.int64]) -> None:
@@ -239,39 +235,8 @@ def _cut(tokens: NDArray[np.int64], row: int) -> Iterator[NDArray[np.int64]]:
     for start in range(0, len(tokens), row):
         piece = tokens[start : start + row]
         # Nothing in a row sees the row before.
-        piece[0] |= FIRST
+        piece[0] |= FIRST_MARK
         yield piece
-
-
-def columns_of(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torch.Tensor]:
-    """Return the model's arguments for rows of marked tokens, all int64 [rows, length].
-
-    These are `input_ids`; `labels`, which are equal or -100 for a token that is not learnt (the model shifts them);
-    and, if documents are apart, `position_ids`, which count from 0 in each document.
-    """
-    ids = (rows >> MARK_BITS).astype(np.int64)
-    labels = np.where(rows & LEARNT, ids, IGNORED)
-    columns = {"input_ids": ids, "labels": labels}
-    if is_apart:
-        begins = rows & FIRST != 0
-
-        # A first token has nothing before it from which it could be told. Labels are not shifted yet.
-        labels[begins] = IGNORED
-
-        # A position counts from the last token at or before it that begins a document. A row's first token has position
-        # 0 whether or not it begins one.
-        order = np.arange(rows.shape[1])
-        begin_or_0 = np.where(begins, order, 0)
-        last_begin = np.maximum.accumulate(begin_or_0, axis=1)
-        columns["position_ids"] = order - last_begin
-    return {name: torch.from_numpy(column) for name, column in columns.items()}
-
-
-def groups_of(batch: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    """Return the rows of a batch in so many groups, or fewer if it has fewer rows."""
-    # A group has the same rows of every column: ids, labels, and positions if documents are apart.
-    columns = [value.chunk(count) for value in batch.values()]
-    return [dict(zip(batch, rows, strict=True)) for rows in zip(*columns, strict=True)]
 
 
 def _tokens(text: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int64]]:

@@ -23,8 +23,8 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 from megatier.compute.modality import PIXELS
 from megatier.config.data_section import PROCESSOR_FILES
 from megatier.config.schema import RunConfig
+from megatier.data.columns import IGNORED
 from megatier.data.conversation import Conversation
-from megatier.data.packer import IGNORED
 from megatier.data.template import UNLEARNT, Template, covered
 from megatier.data.tokenizer import folder_of, load_tokenizer
 from megatier.errors import DataError

@@ -1,6 +1,6 @@
 """Reads a stream window by window, and lays its tokens end to end as sequences, from any position on.
 
-Rows are read in windows of `data.window_rows`, and those of a window are shuffled by a keyed permutation, as sequences
+Rows are read in windows of `data.window_rows`, and those of a window are permute by a keyed permutation, as sequences
 of files are. A window's tokens follow from its rows alone. So a reader that begins within a window reads all of it, and
 leaves out the tokens that were used up before; their checksum tells whether they are what they were.
 """
@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Conversation
 from megatier.data.packer import Packer, is_window
-from megatier.data.packing import shuffled
 from megatier.data.records import BadRecords
+from megatier.data.shuffle import permute
 from megatier.data.stream_position import Position
 from megatier.data.text import read_rows
 from megatier.errors import DataError
@@ -165,12 +165,12 @@ class StreamReader:
     def _pack(
         self, position: Position, documents: list[str | Conversation], packer: Packer
     ) -> Iterator[NDArray[np.int64]]:
-        """Yield the tokens of a window, its documents shuffled; whole sequences if documents stay whole."""
+        """Yield the tokens of a window, its documents permute; whole sequences if documents stay whole."""
         config = self._config
         count = len(documents)
         key = (config.seed, position.epoch, position.window)
         for number in range(count):
-            document = documents[shuffled(number, count, key)]
+            document = documents[permute(number, count, key)]
             yield from packer.lay(document)
 
         # Texts go on in the next window. Conversations may wait to be packed, and belong to this one.

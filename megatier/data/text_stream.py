@@ -25,12 +25,13 @@ from transformers import PreTrainedTokenizerBase
 
 from megatier.config.data_section import DataConfig
 from megatier.data import hub
-from megatier.data.packer import columns_of
-from megatier.data.packing import settings_of, tokenise
+from megatier.data.columns import make_columns
 from megatier.data.records import BadRecords
 from megatier.data.shards import changes, shards_of
 from megatier.data.stream_position import Position
 from megatier.data.stream_reader import StreamReader
+from megatier.data.token_files import tokenise
+from megatier.data.token_note import describe_settings
 from megatier.errors import CheckpointError, DataError
 from megatier.workers import Task, Workers
 
@@ -75,7 +76,7 @@ class TextStream:
         self.bad = BadRecords(skips=config.skip_bad)
 
         # Its digest, since every checkpoint has it, and a chat template may be long.
-        settings = settings_of(config, tokenizer).encode()
+        settings = describe_settings(config, tokenizer).encode()
         self._settings = hashlib.blake2b(settings, digest_size=16).hexdigest()
         self._position, commit = self._start(state, accepts_changes=accepts_changes)
         self._checks = not accepts_changes
@@ -121,7 +122,7 @@ class TextStream:
         }
 
     def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
-        """Return the next sequences, as `columns_of` gives them.
+        """Return the next sequences, as `make_columns` gives them.
 
         Args:
             step: not used, because a stream has one order; files take it.
@@ -142,7 +143,7 @@ class TextStream:
         # A checkpoint notes where the steps are, and not the worker, which is ahead of them.
         _, self._position = taken[-1]
         rows = [row for row, _ in taken]
-        return columns_of(np.stack(rows), is_apart=self._config.is_apart)
+        return make_columns(np.stack(rows), is_apart=self._config.is_apart)
 
     def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
         """Yield held-out batches in order, the last one perhaps smaller."""

@@ -1,156 +1,144 @@
-"""The note `tokens.json`: what the token files in its folder were made from, and their checksums.
+"""Tokenises a dataset into two files of plain integers, one to train on and one held out.
 
-They are compared whenever a run begins. A flipped bit of a token is another token, and nobody would notice. A damaged
-file is tokenised again.
+This happens before a run begins. `packed_text` reads the files, and `token_note` says whether they still hold.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import zlib
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from megatier.errors import DataError
-from megatier.files import open_regular, read_regular, replace_file
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
-NOTE_FILE = "tokens.json"
-TOKENS_NOTE_BYTES_MAX = 64 << 20
-"""A larger file is no note of ours: the longest thing in it is a list of files."""
-READ_BYTES = 16 << 20
-"""Bytes of a file that are read at once."""
+from megatier.config.data_section import DataConfig
+from megatier.data.holdout import split_documents
+from megatier.data.packer import FIRST_MARK, LEARNT_MARK, MARK_BITS, Packer
+from megatier.data.records import BadRecords
+from megatier.data.token_note import NOTE_FILE, Content, describe_settings, read_contents, write_note
+from megatier.data.token_range import TokenRange
+from megatier.data.tokenizer import vocabulary_size
+from megatier.errors import REMEDIES, DataError
+from megatier.files import create_file
 
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The size and checksum of a token file."""
-
-    num_bytes: int
-    """Its size."""
-    crc32: int
-    """The CRC32 of all its bytes."""
-    num_documents: int | None = None
-    """Documents in it; None: the version that made it did not count them."""
-    num_learnt: int | None = None
-    """Tokens that are learnt; None likewise."""
+TOKEN_FILES = "train.tokens", "holdout.tokens"
+"""Names of the files of tokens: to train on, and held out."""
 
 
-def write_note(directory: Path, settings: str, names: Sequence[str], contents: Sequence[Content]) -> None:
-    """Note what files hold, and the settings that they were made by.
+def tokenise(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    bad: BadRecords,
+    progress: Callable[[int], None] = lambda _: None,
+) -> tuple[TokenRange, TokenRange, str | None]:
+    """Tokenise the dataset into two files, to train on and held out; of a stream, what is held out alone.
 
-    Args:
-        directory: where files and note lie.
-        settings: `packing.settings_of`.
-        names: names of the files.
-        contents: what each holds.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    files = {}
-    for name, content in zip(names, contents, strict=True):
-        files[name] = astuple(content)
-
-    # The digest is of all the rest.
-    note: dict[str, Any] = {"settings": settings, "files": files}
-    note["digest"] = _digest(note)
-
-    # Replaced at once: a note that a kill cut short would let whole files be made again.
-    text = json.dumps(note).encode()
-    replace_file(directory / NOTE_FILE, text)
-
-
-def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple[list[Content] | None, str | None]:
-    """Return the contents of files, if they are as noted and were made by these settings.
+    Files that are there already are taken, if `tokens.json` says that they were made by the same settings and they are
+    as they were made.
 
     Returns:
-        Their contents, or None if they have to be made; and the file that is damaged, if that is why.
+        The tokens to train on, those held out, and the file that was damaged, if that is why they were made again.
 
     Raises:
-        DataError: one is no regular file, or cannot be read.
-        OSError: the note cannot be written.
+        DataError: a path is missing, a line is malformed, there is no text or no room for the files, or something else
+            is in their place.
     """
-    paths = [directory / name for name in names]
-
-    # Nothing was made yet, or a kill came before the note, which is written last.
-    if not all(path.exists() for path in (directory / NOTE_FILE, *paths)):
-        return None, None
-
-    # A version without checksums noted the settings alone. Nothing more is known of its files, so they are taken as
-    # they are, and noted from now on.
-    text = _read(directory / NOTE_FILE)
-    if text == settings.encode():
-        found = [content_of(path) for path in paths]
-        write_note(directory, settings, names, found)
-        return found, None
-
-    note = _parsed(text)
-    if note is None:
-        return None, str(directory / NOTE_FILE)
-    # Not damaged, only of other settings: they are made again without a word.
-    if note["settings"] != settings:
-        return None, None
-
-    noted = [Content(*note["files"].get(path.name, (0, 0))) for path in paths]
-    for path, content in zip(paths, noted, strict=True):
-        found_now = content_of(path)
-
-        # Without the counts, which an older version may not have noted.
-        if (found_now.num_bytes, found_now.crc32) != (content.num_bytes, content.crc32):
-            return None, str(path)
-    return noted, None
-
-
-def content_of(path: Path) -> Content:
-    """Return bytes and checksum of a file.
-
-    Raises:
-        DataError: it is no regular file, or cannot be read.
-    """
-    size = 0
-    crc32 = 0
+    # A token's marks lie below its id, so 16 bits are enough for an id of 14.
+    is_small = vocabulary_size(tokenizer) <= 1 << (16 - MARK_BITS)
+    dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if is_small else np.uint32)
+    settings = describe_settings(config, tokenizer)
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            # In pieces, since a file may be larger than RAM.
-            while piece := file.read(READ_BYTES):
-                size += len(piece)
-                crc32 = zlib.crc32(piece, crc32)
+        contents, damaged = read_contents(directory, settings, TOKEN_FILES)
+        if contents is None:
+            # While the files are being made no note may say that they are there.
+            (directory / NOTE_FILE).unlink(missing_ok=True)
+            contents = _write_tokens(config, tokenizer, dtype, directory, bad, progress)
+            write_note(directory, settings, TOKEN_FILES, contents)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        remedy = REMEDIES.get(error.errno or 0, "Check the drive, or name another output.directory.")
+        raise DataError(f"cannot write tokens to {directory}: {error.strerror or error}. {remedy}") from error
 
-    return Content(size, crc32)
-
-
-def _read(path: Path) -> bytes:
-    """Return the bytes of the note."""
-    try:
-        return read_regular(path, TOKENS_NOTE_BYTES_MAX)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Return the note; None if it is damaged."""
-    try:
-        # Taken out, since it is of all the rest.
-        note = json.loads(text)
-        digest = note.pop("digest")
-        is_whole = type(note["settings"]) is str and type(note["files"]) is dict and digest == _digest(note)
-    except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
-        return None
-    return note if is_whole else None
+    train, held_out = (
+        TokenRange(
+            path=directory / name,
+            dtype=dtype,
+            start=0,
+            num_tokens=content.num_bytes // dtype.itemsize,
+            is_apart=config.is_apart,
+            crc32=content.crc32,
+            num_documents=content.num_documents,
+            num_learnt=content.num_learnt,
+        )
+        for name, content in zip(TOKEN_FILES, contents, strict=True)
+    )
+    return train, held_out, damaged
 
 
-def _digest(note: dict[str, Any]) -> str:
-    """Return a digest of the note, which tells whether it is whole."""
-    text = json.dumps(note, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _write_tokens(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: np.dtype[Any],
+    directory: Path,
+    bad: BadRecords,
+    progress: Callable[[int], None],
+) -> list[Content]:
+    """Tokenise into two files, which get their names when both are whole and on the drive; return what is in each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = [directory / f"{name}.partial" for name in TOKEN_FILES]
+    with create_file(partial[0]) as to_train, create_file(partial[1]) as to_held_out:
+        # A packer each, since a row is of one of the two files.
+        writers = []
+        for file in (to_train, to_held_out):
+            packer = Packer(config, tokenizer, bad)
+            writers.append(_TokenWriter(file, dtype, packer, config.is_apart))
+
+        for is_for_evaluation, document in split_documents(config, bad):
+            # False is 0 and True is 1, in the order of `TOKEN_FILES`.
+            writer = writers[is_for_evaluation]
+            num_tokens = writer.write(writer.packer.lay(document))
+            progress(num_tokens)
+        for writer in writers:
+            writer.write(writer.packer.end())
+            writer.file.flush()
+            os.fsync(writer.file.fileno())
+
+    # The folder is not synced. If a power failure undoes a name, the note is missing or its checksums do not fit, and
+    # the text is tokenised again.
+    for path, name in zip(partial, TOKEN_FILES, strict=True):
+        path.rename(directory / name)
+    return [Content(w.num_bytes, w.crc32, w.packer.num_documents, w.num_learnt) for w in writers]
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error about a file."""
-    return DataError(f"cannot read {path}: {error.strerror}. Move it away, and the text is tokenised again.")
+@dataclass(slots=True)
+class _TokenWriter:
+    """One of the files, and what was written to it."""
+
+    file: IO[bytes]
+    dtype: np.dtype[Any]
+    packer: Packer
+    is_apart: bool
+    num_bytes: int = 0
+    crc32: int = 0
+    num_learnt: int = 0
+
+    def write(self, pieces: Iterable[NDArray[np.int64]]) -> int:
+        """Append marked tokens; return their number."""
+        count = 0
+        for piece in pieces:
+            count += len(piece)
+
+            # The first token of a document that is apart has nothing before it from which it could be told.
+            marks = LEARNT_MARK | FIRST_MARK if self.is_apart else LEARNT_MARK
+            is_learnt = piece & marks == LEARNT_MARK
+            self.num_learnt += int(np.count_nonzero(is_learnt))
+            raw = piece.astype(self.dtype).tobytes()
+            self.file.write(raw)
+            self.num_bytes += len(raw)
+            self.crc32 = zlib.crc32(raw, self.crc32)
+        return count

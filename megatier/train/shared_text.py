@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 
 from megatier.config.schema import STEPS_UNBOUND, TrainConfig
+from megatier.data.columns import split_groups
 from megatier.data.image_chats import ImageChats
-from megatier.data.packer import groups_of
-from megatier.data.packing import PackedText
+from megatier.data.packed_text import PackedText
 from megatier.data.text_stream import TextStream
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
@@ -117,4 +117,4 @@ class SharedText:
 
 def _cut(rows: Rows | list[Rows], count: int) -> list[Rows]:
     """Return the rows of a batch in so many groups. Rows with images come in groups already: these cannot be cut."""
-    return rows if isinstance(rows, list) else groups_of(rows, count)
+    return rows if isinstance(rows, list) else split_groups(rows, count)

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from megatier.compute.modality import num_images
-from megatier.data.packing import num_real_tokens
+from megatier.data.columns import count_real_tokens
 from megatier.engine.step import StepResult
 from megatier.errors import mib
 from megatier.forecast.forecast import Forecast
@@ -129,7 +129,7 @@ class StepReports:
             loss=result.loss,
             learning_rate=rate,
             grad_norm=result.grad_norm,
-            tokens=sum(map(num_real_tokens, groups)),
+            tokens=sum(map(count_real_tokens, groups)),
             images=sum(map(num_images, groups)) if self._reads_images else None,
             seconds=times.seconds,
             compile_seconds=spent.compile_seconds,

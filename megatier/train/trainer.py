@@ -37,7 +37,7 @@ from megatier.config import file as config_file
 from megatier.config.schema import RunConfig
 from megatier.data.image_chats import ImageChats
 from megatier.data.image_packs import positions_of
-from megatier.data.packing import PackedText
+from megatier.data.packed_text import PackedText
 from megatier.data.processor import Processor, load_tokens
 from megatier.data.text_stream import TextStream
 from megatier.data.tokenizer import vocabulary_size

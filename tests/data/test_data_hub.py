@@ -15,7 +15,7 @@ import pytest
 
 from megatier.config.data_section import DataConfig
 from megatier.data import hub
-from megatier.data.packing import PackedText
+from megatier.data.packed_text import PackedText
 from megatier.data.text import documents
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import DataError

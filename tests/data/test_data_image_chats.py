@@ -16,7 +16,7 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data.image_chats import ImageChats
 from megatier.data.processor import Processor, load_processor
-from megatier.data.token_files import NOTE_FILE
+from megatier.data.token_note import NOTE_FILE
 from megatier.errors import DataError
 
 pytest.importorskip("PIL")

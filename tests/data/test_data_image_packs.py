@@ -11,9 +11,9 @@ from tiny_runs import plain_model
 from tiny_vision import VISION_FAMILIES, image_batch, text_batch, vision_config
 from torch import Tensor
 
+from megatier.data.columns import count_real_tokens
 from megatier.data.image_packs import joined, packed, positions_of
 from megatier.data.image_rows import ImageRow
-from megatier.data.packing import num_real_tokens
 from megatier.errors import UnsupportedModelError
 from megatier.models.decoder import build_skeleton
 
@@ -58,7 +58,7 @@ def test_conversation_in_a_pack_has_the_logits_that_it_has_alone(family: str) ->
     alone = conversations(family)
     columns = joined([alone], LENGTH, PAD, positions_of(model))
     assert columns["input_ids"].shape == (1, LENGTH)
-    assert num_real_tokens(columns) == sum(each["input_ids"].shape[1] for each in alone)
+    assert count_real_tokens(columns) == sum(each["input_ids"].shape[1] for each in alone)
     with torch.no_grad():
         together = model(**columns, use_cache=False).logits[0]
         first = 0

@@ -10,7 +10,7 @@ import pytest
 from megatier.config.data_section import DataConfig
 from megatier.data import packer
 from megatier.data.conversation import Conversation
-from megatier.data.packer import FIRST, MARK_BITS, Packer, best_fit
+from megatier.data.packer import FIRST_MARK, MARK_BITS, Packer, best_fit
 from megatier.data.records import BadRecords
 from megatier.data.tokenizer import byte_tokenizer
 
@@ -58,7 +58,9 @@ def test_lay_windows_are_whole_rows_and_texts_in_between_keep_their_place(monkey
     rows = (tokens >> MARK_BITS).reshape(-1, 64)
     assert bytes(rows[0, :4].tolist()) == b"text"
     assert (rows[0, 5:] == 256).all()
-    assert (tokens.reshape(-1, 64)[1:, 0] & FIRST != 0).all(), "each row begins a document, also that which goes on"
+    assert (tokens.reshape(-1, 64)[1:, 0] & FIRST_MARK != 0).all(), (
+        "each row begins a document, also that which goes on"
+    )
     assert bytes(rows[-1, :3].tolist()) == b"end"
 
 
@@ -75,7 +77,7 @@ def test_lay_windows_hand_on_what_their_emptiest_row_holds(monkeypatch: pytest.M
     assert len(tokens) % 256 == 0
     text = bytes((tokens >> MARK_BITS)[(tokens >> MARK_BITS) < 256].astype(np.uint8).tolist()).decode()
     assert sorted(found for found in answers if text.count(found) == 1) == sorted(answers)
-    fill = np.count_nonzero(tokens == byte_tokenizer().eos_token_id << MARK_BITS | FIRST)
+    fill = np.count_nonzero(tokens == byte_tokenizer().eos_token_id << MARK_BITS | FIRST_MARK)
     assert fill < 0.05 * len(tokens)
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Text
 from megatier.data.formats import format_of
-from megatier.data.packing import sorted_out
+from megatier.data.holdout import split_documents
 from megatier.data.records import BadRecords
 from megatier.data.sources import Source, find_sources
 from megatier.data.text import documents
@@ -189,7 +189,7 @@ def test_documents_of_a_file_named_twice_count_twice_and_what_is_held_out_is_nev
     config = DataConfig(
         files=(str(path), str(other), str(path)), tokenizer="bytes", sequence_length=2, holdout_fraction=0.2
     )
-    found = list(sorted_out(config, BadRecords(skips=False)))
+    found = list(split_documents(config, BadRecords(skips=False)))
     held = [text for is_held, text in found if is_held]
     trained = Counter(text for is_held, text in found if not is_held)
     assert len(held) == len(set(held)) in (4, 5)

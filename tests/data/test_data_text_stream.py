@@ -17,7 +17,7 @@ from crossed import crossed
 
 from megatier.config.data_section import DataConfig
 from megatier.data import packer
-from megatier.data.packing import num_real_tokens
+from megatier.data.columns import count_real_tokens
 from megatier.data.shards import changes, shards_of
 from megatier.data.text_stream import TextStream
 from megatier.data.tokenizer import byte_tokenizer
@@ -183,7 +183,7 @@ def test_batch_of_conversations_is_apart_and_learns_answers(tmp_path: Path) -> N
     with opened(tmp_path, **CASES["conversations"]) as stream:
         batch = stream.batch(0, 4)
     assert batch.keys() == {"input_ids", "labels", "position_ids"}
-    assert 0 < int((batch["labels"] >= 0).sum()) < num_real_tokens(batch) < batch["input_ids"].numel()
+    assert 0 < int((batch["labels"] >= 0).sum()) < count_real_tokens(batch) < batch["input_ids"].numel()
 
 
 def test_batch_windows_of_conversations_fill_enough_rows_to_pack_well(tmp_path: Path) -> None:

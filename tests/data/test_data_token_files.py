@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megatier.config.data_section import DataConfig
-from megatier.data.packing import PackedText, settings_of
-from megatier.data.token_files import content_of
+from megatier.data.packed_text import PackedText
+from megatier.data.token_note import content_of, describe_settings
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import DataError
 
@@ -102,7 +102,7 @@ def test_build_by_other_settings_is_no_damage(tmp_path: Path) -> None:
 def test_build_over_files_of_an_older_version_takes_them_and_notes_what_they_are(tmp_path: Path) -> None:
     state, note = pack(tmp_path).state, tmp_path / "run" / "tokens.json"
     whole = note.read_bytes()
-    note.write_text(settings_of(config_of(tmp_path), byte_tokenizer()))
+    note.write_text(describe_settings(config_of(tmp_path), byte_tokenizer()))
     for path in (tmp_path / "text").iterdir():
         path.write_text("changed since")
     again = PackedText.build(

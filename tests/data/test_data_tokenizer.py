@@ -15,7 +15,7 @@ from transformers import (
 
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig
-from megatier.data.packing import PackedText
+from megatier.data.packed_text import PackedText
 from megatier.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer
 from megatier.errors import DataError
 

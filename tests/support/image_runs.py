@@ -9,7 +9,7 @@ from typing import Any
 from small_commands import command
 from tiny_processors import chats, model_folder
 
-from megatier.data.packing import shuffled
+from megatier.data.shuffle import permute
 
 LENGTH = 64
 RATE = 1e-2
@@ -20,7 +20,7 @@ COUNTS = (1, 0, 2, 1, 0, 3)
 
 def order(count: int) -> list[int]:
     """Numbers of conversations in the order of the first epoch."""
-    return [shuffled(place, count, (0, 0)) for place in range(count)]
+    return [permute(place, count, (0, 0)) for place in range(count)]
 
 
 LATE = tuple(0 if chat in order(6)[:2] else chat % 3 for chat in range(6))

@@ -14,7 +14,7 @@ from small_commands import command, write_chats
 from megatier.cli import main
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
-from megatier.data.packing import PackedText
+from megatier.data.packed_text import PackedText
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.train.description import describe_text
 from megatier.train.shared_text import SharedText

@@ -24,7 +24,7 @@ from megatier.cli import main
 from megatier.config.file import load_saved
 from megatier.config.schema import TrainConfig
 from megatier.config.values import parse_bytes
-from megatier.data.packing import PackedText
+from megatier.data.packed_text import PackedText
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.train.loop import rate_of
 

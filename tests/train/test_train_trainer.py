@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatier.cli import main
 from megatier.config.values import parse_bytes
-from megatier.data.packing import PackedText
+from megatier.data.packed_text import PackedText
 from megatier.engine.step import Engine
 from megatier.engine.unit_model import Batch, UnitModel
 from megatier.errors import mib

@@ -14,8 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from megatier.config.data_section import DataConfig
 from megatier.data import packer
-from megatier.data.packing import PackedText, is_held_out, num_real_tokens, shuffled
-from megatier.data.token_files import content_of
+from megatier.data.columns import count_real_tokens
+from megatier.data.holdout import is_held_out
+from megatier.data.packed_text import PackedText
+from megatier.data.shuffle import permute
+from megatier.data.token_note import content_of
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import DataError
 
@@ -134,18 +137,18 @@ def test_build_long_document_in_pieces_loses_nothing(
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 1000])
 def test_shuffled_is_a_permutation(count: int) -> None:
-    assert sorted(shuffled(position, count, (1, 0)) for position in range(count)) == list(range(count))
+    assert sorted(permute(position, count, (1, 0)) for position in range(count)) == list(range(count))
 
 
 def test_shuffled_spreads_neighbours() -> None:
-    places = [shuffled(position, 1000, (0, 0)) for position in range(1000)]
+    places = [permute(position, 1000, (0, 0)) for position in range(1000)]
     assert sum(abs(a - b) < 10 for a, b in itertools.pairwise(places)) < 60
     assert abs(sum(places[:500]) / 500 - 500) < 50
 
 
 def test_shuffled_values_are_fixed() -> None:
     """A resumed run must see the same order whatever version it was started with."""
-    assert [shuffled(position, 100, (0, 0)) for position in range(5)] == [13, 84, 15, 53, 85]
+    assert [permute(position, 100, (0, 0)) for position in range(5)] == [13, 84, 15, 53, 85]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.02, 0.3, 0.9])
@@ -191,7 +194,7 @@ def test_build_conversations_stay_whole_where_they_fit(tmp_path: Path) -> None:
     batch = in_order(data)
     # The third is longer than a sequence: it begins one, and its rest begins another.
     assert learnt(batch) == ["a" + BREAK, "bcd" + BREAK, "e" * 13, "e" * 26 + BREAK, "fg" + BREAK]
-    assert num_real_tokens(batch) == 4 * len(HEAD + BREAK) + 1 + 3 + 40 + 2
+    assert count_real_tokens(batch) == 4 * len(HEAD + BREAK) + 1 + 3 + 40 + 2
 
 
 def test_batch_positions_start_anew_at_each_document(tmp_path: Path) -> None:
@@ -199,13 +202,13 @@ def test_batch_positions_start_anew_at_each_document(tmp_path: Path) -> None:
     batch = in_order(data)
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5, 0, 0]]
     assert (batch["labels"] < 0).nonzero().tolist() == [[0, 0], [0, 4], [0, 7], [1, 6], [1, 7]]
-    assert num_real_tokens(batch) == 13
+    assert count_real_tokens(batch) == 13
 
 
 def test_batch_of_texts_has_no_positions_unless_asked_for(tmp_path: Path) -> None:
     batch = in_order(pack(tmp_path, ["abc", "de"], sequence_length=2))
     assert "position_ids" not in batch
-    assert num_real_tokens(batch) == 6
+    assert count_real_tokens(batch) == 6
 
 
 def test_build_conversations_that_may_cross_are_laid_end_to_end(tmp_path: Path) -> None:
@@ -225,7 +228,7 @@ def test_build_other_sequence_length_packs_conversations_again(tmp_path: Path) -
     for length in (32, 64):
         data = pack_chats(tmp_path, ["abc"] * 4, sequence_length=length)
         assert data.num_tokens % length == 0
-        assert num_real_tokens(in_order(data)) == 4 * 24
+        assert count_real_tokens(in_order(data)) == 4 * 24
 
 
 def test_state_covers_what_is_learnt(tmp_path: Path) -> None:
