@@ -126,7 +126,7 @@ def fuzz_state(draw: Draw, folder: Path) -> None:
     held: dict[str, Any] = {"state": state, "manifest": {"step": 3, "checksums": {"params/a": "00112233aabbccdd"}}}
     if draw.random() < 0.3:
         held = json.loads(json.dumps(harmed_tree(draw, held)))
-    held |= {"format": checkpoint.FORMAT, "digest": digest_of(held)}
+    held |= {"format": checkpoint.CHECKPOINT_FORMAT, "digest": digest_of(held)}
     tree = {"zarr_format": 3, "node_type": "group", "attributes": {"megatier": held}}
     raw = json.dumps(tree).encode() if draw.random() < 0.5 else as_text(draw, tree)
     (folder / METADATA_FILE).write_bytes(raw)
@@ -142,7 +142,7 @@ def fuzz_savepoint(draw: Draw, folder: Path) -> None:
     tree: dict[str, Any] = {"state": state, "hosts": 1, "parts": [part]}
     if draw.random() < 0.6:  # by somebody who knows how to make the digest fit
         tree = json.loads(json.dumps(harmed_tree(draw, tree)))
-    tree |= {"format": savepoint.FORMAT, "digest": digest_of(tree)}
+    tree |= {"format": savepoint.SAVEPOINT_FORMAT, "digest": digest_of(tree)}
     raw = json.dumps(tree).encode() if draw.random() < 0.5 else as_text(draw, tree)
     path = folder / SAVEPOINT_FOLDER / "step-00000003" / savepoint.MANIFEST_FILE
     path.parent.mkdir(parents=True, exist_ok=True)

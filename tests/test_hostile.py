@@ -435,4 +435,4 @@ def test_chat_template_of_the_settings_that_is_too_large_is_refused(tmp_path: Pa
 
 
 def test_small_files_are_among_those_that_are_looked_at() -> None:
-    assert set(tokenizers.SMALL) <= {*tokenizers.OBJECTS, *tokenizers.TABLES, *tokenizers.TEXTS}
+    assert set(tokenizers.SMALL) <= {*tokenizers.OBJECTS, *tokenizers.TABLE_FILES, *tokenizers.TEXTS}

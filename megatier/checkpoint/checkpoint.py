@@ -38,7 +38,7 @@ from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
 from megatier.state import ARRAYS, MASTERS
 
-FORMAT = 3
+CHECKPOINT_FORMAT = 3
 """The format that is written."""
 UNBOUND_FORMAT = 2
 """The format of versions that wrote no manifest."""
@@ -48,7 +48,7 @@ WRITING = ".partial"
 """End of the hidden name of a checkpoint that is not whole yet."""
 REMOVING = ".removed"
 """End of the hidden name of a checkpoint that is being removed."""
-HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
+HIDDEN_NAME = re.compile(r"\.step-\d{8,}\.(partial|removed)")
 """The hidden names that only a checkpoint of ours can have, so that nothing else is ever removed."""
 # Zarr's own names, in its own order: bytes first, then the checksum over them.
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
@@ -145,7 +145,7 @@ def remove_leftovers(folder: Path) -> None:
     """
     # By the whole name and not by its end: a folder of checkpoints is a user's, who may hide files of any name there.
     for path in folder.iterdir() if folder.is_dir() else ():
-        if HIDDEN.fullmatch(path.name):
+        if HIDDEN_NAME.fullmatch(path.name):
             with _removing(path):
                 discard(path)
 
@@ -185,10 +185,10 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
     file = path / METADATA_FILE
     found = read_json(file).get("attributes", {})
     found = found.get("megatier") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or found.get("format") not in (FORMAT, UNBOUND_FORMAT):
+    if not isinstance(found, dict) or found.get("format") not in (CHECKPOINT_FORMAT, UNBOUND_FORMAT):
         raise CheckpointError(
-            f"{path} is no checkpoint that this version of megatier reads (format {FORMAT}). Use the version that "
-            "wrote it."
+            f"{path} is no checkpoint that this version of megatier reads (format {CHECKPOINT_FORMAT}). Use the "
+            "version that wrote it."
         )
 
     # The arrays' groups say too that there is a manifest. If they do and this file does not, it is that of an older
@@ -196,7 +196,7 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
     manifest = None
     state = found.get("state")
     digested: Any = state
-    if found["format"] == FORMAT:
+    if found["format"] == CHECKPOINT_FORMAT:
         manifest = Manifest.read(file, found.get("manifest"))
         digested = {"state": state, "manifest": found["manifest"]}
     elif any(read_json(path / name / METADATA_FILE).get("attributes") for name in ARRAYS if (path / name).is_dir()):

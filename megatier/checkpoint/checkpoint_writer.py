@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from megatier.checkpoint.checkpoint import (
-    FORMAT,
+    CHECKPOINT_FORMAT,
     WRITING,
     arrays_of,
     check_room,
@@ -303,7 +303,7 @@ def _write_metadata(
     # The groups say too that there is a manifest. If a misdirected write put an older root's metadata in place of this
     # one's, that would deny it.
     root = zarr.create_group(store=str(folder), zarr_format=3)
-    attributes = {"megatier": {"format": FORMAT}}
+    attributes = {"megatier": {"format": CHECKPOINT_FORMAT}}
     groups = {name: root.create_group(name, attributes=attributes) for name in groups_of(units)}
     _create_arrays(folder, groups, arrays_of(units))
 
@@ -318,7 +318,7 @@ def _write_metadata(
 
     # The manifest says that these files are there, so they have to be on the drive before it is.
     sync_tree(folder)
-    root.update_attributes({"megatier": {"format": FORMAT, **bound, "digest": digest}})
+    root.update_attributes({"megatier": {"format": CHECKPOINT_FORMAT, **bound, "digest": digest}})
 
 
 def _create_arrays(folder: Path, groups: Mapping[str, Any], shapes: Mapping[tuple[str, str], tuple[int, ...]]) -> None:

@@ -14,7 +14,7 @@ import torch
 from megatier.engine.replay import ORDER, settings_now
 from megatier.hardware import cpu_has_bf16, cpu_instructions, driver_version
 
-LIBRARIES = ("torch", "transformers", "numpy")
+NUMERIC_LIBRARIES = ("torch", "transformers", "numpy")
 VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -40,7 +40,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         device: the device that computes.
     """
     # Of torch the version that runs, with the build in it (+cu130, +cpu), which the package does not always name.
-    found: dict[str, Any] = {name: _version(name) for name in LIBRARIES}
+    found: dict[str, Any] = {name: _version(name) for name in NUMERIC_LIBRARIES}
     found["torch"] = str(torch.__version__)
     # A program around may have set it, and it decides how torch multiplies.
     found["matmul precision"] = _matmul_precision()

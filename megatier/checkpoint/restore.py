@@ -28,7 +28,7 @@ from megatier.session.session import Session
 from megatier.state import ARRAYS, MASTERS
 from megatier.tier import Kind
 
-READERS = 4
+READERS_MAX = 4
 """Arrays that are restored at once, if there are as many cores. Each takes 1.8 GB/s, so more would wait for drives, and
 their buffers are in no budget."""
 STAGED_EACH = 3
@@ -91,7 +91,7 @@ def _fill(
     groups: Collection[str],
 ) -> None:
     """Fill state from groups of arrays, in as many threads as cores and a few arrays at once keep busy."""
-    threads = min(session.num_cores, READERS)
+    threads = min(session.num_cores, READERS_MAX)
     with ExitStack() as stack:
         idle: SimpleQueue[ChunkFiles] = SimpleQueue()
         for _ in range(threads):

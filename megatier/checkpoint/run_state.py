@@ -26,7 +26,7 @@ from megatier.files import read_regular, replace_file
 
 FREE_SECTIONS = ("tiers", "output")
 """Sections of the config that change no number."""
-FREE = (
+FREE_SETTINGS = (
     "train.activations",
     "train.kept_layers",
     "train.kept_attention",
@@ -39,7 +39,7 @@ FREE = (
     "numerics.max_skips",
 )
 """Settings in other sections that change no number of the steps to come."""
-PLACE = "model.path"
+MODEL_PATH = "model.path"
 """The setting that says where the model lies. It changes no number if all that is read there is compared by itself, as
 a part of the origin."""
 ADDED = {
@@ -50,11 +50,11 @@ ADDED = {
     "numerics.products_except": [],
 }
 """Settings that change numbers and that older versions did not have, with what these did."""
-WIDTHS = ("model.compute_dtype", "train.moments", "train.optimizer")
+WIDTH_SETTINGS = ("model.compute_dtype", "train.moments", "train.optimizer")
 """Settings that decide which kinds there are, and how many bytes an element of them has."""
 KEPT = "train.optimizer"
 """The setting that may not change: the state of another optimizer is not in the checkpoint."""
-FIELDS = {"step": int, "config": dict, "environment": dict, "text": dict, "origin": dict}
+STATE_FIELDS = {"step": int, "config": dict, "environment": dict, "text": dict, "origin": dict}
 """The types of `RunState`, as JSON has them."""
 
 
@@ -120,7 +120,7 @@ class RunState:
         stored = {"origin": {}, **stored}
 
         # By type and not by isinstance, because True is no number of a step.
-        for name, kind in FIELDS.items():
+        for name, kind in STATE_FIELDS.items():
             value = stored.get(name)
             if type(value) is not kind:
                 shown = str(value)[:100]
@@ -131,7 +131,7 @@ class RunState:
         if stored["step"] < 0:
             raise CheckpointError(f"the checkpoint is damaged: step is {stored['step']}.")
         # What else the file has is of a newer version, and was not asked for.
-        fields = {name: stored[name] for name in FIELDS}
+        fields = {name: stored[name] for name in STATE_FIELDS}
         return cls(**fields, tiles=read_tiles(stored), best=Best.read(stored))
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class RunState:
             One line for each numeric choice, library or device that is another one.
         """
         # The checkpoint has what was trained, and the origin describes the rest.
-        free = {PLACE} if self.origin else set()
+        free = {MODEL_PATH} if self.origin else set()
         now = _numeric(_plain(config))
         changes = list(differences(_numeric(self.config), now, free))
 
@@ -193,7 +193,7 @@ class RunState:
         new = _numeric(now)
 
         # Of the others none decides how large a block is.
-        others = {*old, *new}.difference(WIDTHS)
+        others = {*old, *new}.difference(WIDTH_SETTINGS)
         changes += differences(old, new, free=others)
         return changes
 
@@ -295,7 +295,7 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
         changes = [f"{path.name} is damaged"]
     else:
         is_bound = config.model.lora is not None and note.get("origin")
-        free = {PLACE} if is_bound else set()
+        free = {MODEL_PATH} if is_bound else set()
         # What an older version did not have counts as what it did.
         before = ADDED | note["config"]
         changes = list(differences(before, _numeric(_plain(config)), free))
@@ -345,6 +345,6 @@ def _numeric(config: Mapping[str, Any]) -> dict[str, Any]:
         if section in FREE_SECTIONS:
             continue
         for name, value in settings.items():
-            if f"{section}.{name}" not in FREE:
+            if f"{section}.{name}" not in FREE_SETTINGS:
                 numeric[f"{section}.{name}"] = value
     return numeric

@@ -59,17 +59,17 @@ from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.session.session import Session
 
-FORMAT = 3
+SAVEPOINT_FORMAT = 3
 """The format that is written."""
 UNBOUND_SAVEPOINT = 1
 """The format of versions that wrote no checksums of files."""
 MANIFEST_FILE = "manifest.json"
 UNBOUND_PART = {"placement": str, "generations": dict}
-PART = {**UNBOUND_PART, "manifest": dict}
+PART_FIELDS = {**UNBOUND_PART, "manifest": dict}
 """The fields of what a rank has, with their types."""
-FIELDS: dict[int, dict[str, type]] = {
-    FORMAT: {"state": dict, "hosts": int, "parts": list},
-    2: {"state": dict, **PART},
+SAVEPOINT_FIELDS: dict[int, dict[str, type]] = {
+    SAVEPOINT_FORMAT: {"state": dict, "hosts": int, "parts": list},
+    2: {"state": dict, **PART_FIELDS},
     UNBOUND_SAVEPOINT: {"state": dict, **UNBOUND_PART},
 }
 """The fields of a manifest by its format, without those that all formats have. In older ones the part of the only
@@ -363,7 +363,7 @@ def _folder_of(rank: int) -> str:
 def _write_manifest(path: Path, state: Mapping[str, Any], hosts: int, parts: Sequence[Mapping[str, Any]]) -> None:
     """Write the manifest of a savepoint."""
     content = {"state": state, "hosts": hosts, "parts": parts}
-    head = {"format": FORMAT, "digest": digest_of(content)}
+    head = {"format": SAVEPOINT_FORMAT, "digest": digest_of(content)}
     text = json.dumps(head | content)
 
     # For this user alone from the first moment on, and never through a link that somebody put in its place.
@@ -380,23 +380,23 @@ def _read_manifest(path: Path) -> tuple[RunState, int, list[RankPart]]:
     """
     stored = read_json(path)
     number = stored.get("format")
-    if number not in tuple(FIELDS):
-        what = f"{path} is no savepoint that this version of megatier reads (format {FORMAT})"
+    if number not in tuple(SAVEPOINT_FIELDS):
+        what = f"{path} is no savepoint that this version of megatier reads (format {SAVEPOINT_FORMAT})"
         raise CheckpointError(f"{what}. Use the version that wrote it.")
 
     # The digest covers what the format has, so an older one is read with its own fields.
-    found = _fields(path, stored, FIELDS[number])
+    found = _fields(path, stored, SAVEPOINT_FIELDS[number])
     if stored.get("digest") != digest_of(found):
         raise _damaged(path)
 
     state = RunState.read(found["state"])
-    if number != FORMAT:
-        fields = UNBOUND_PART if number == UNBOUND_SAVEPOINT else PART
+    if number != SAVEPOINT_FORMAT:
+        fields = UNBOUND_PART if number == UNBOUND_SAVEPOINT else PART_FIELDS
         return state, 1, [_read_part(path, found, "", fields)]
 
     parts = []
     for rank, part in enumerate(found["parts"]):
-        parts.append(_read_part(path, part, _folder_of(rank), PART))
+        parts.append(_read_part(path, part, _folder_of(rank), PART_FIELDS))
     return state, found["hosts"], parts
 
 

@@ -26,7 +26,7 @@ from megatier.play.unit_blocks import block_key
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
 
-STATE_FOLDER = "state"
+SAVED_STATE_FOLDER = "state"
 """Folder of a savepoint with the blocks that are written to it."""
 CHECKSUM_FOLDER = "checksums"
 """Folder of a savepoint with the checksums of the blocks that stay on NVMe."""
@@ -93,7 +93,7 @@ def write_blocks(session: Session, folder: Path) -> tuple[int, dict[str, list[in
     found: dict[str, list[int]] = {}
     with _files([*sizes, table.nbytes]) as files:
         for block in resident:
-            node = f"{STATE_FOLDER}/{block.name}"
+            node = f"{SAVED_STATE_FOLDER}/{block.name}"
             with session.store.lease(block.key, block.home) as lease:
                 words = lease.bytes.view(torch.int32)
                 found[node] = _write_words(files, folder / node, words)
@@ -123,7 +123,7 @@ def read_blocks(session: Session, folder: Path, manifest: Manifest | None) -> No
     table = np.zeros(sum(extent.checksums.size for extent in extents), np.uint32)
 
     # The checksums come last, so the number of an array tells whether it is one of them or a block.
-    sizes = {f"{STATE_FOLDER}/{block.name}": block.num_bytes for block in resident}
+    sizes = {f"{SAVED_STATE_FOLDER}/{block.name}": block.num_bytes for block in resident}
     if table.size:
         sizes[CHECKSUM_FOLDER] = table.nbytes
     arrays = [_array(manifest, folder, node, size) for node, size in sizes.items()]

@@ -18,7 +18,7 @@ from megatier.errors import REMEDIES, MegatierError
 from megatier.foreign import shown
 from megatier.train.stop import SIGNALS
 
-GROUPS = {
+COMMAND_GROUPS = {
     "before a run": {
         "doctor": "say what this machine has, what is missing, and what to do about it",
         "bench": "measure this machine: drives, links between RAM and GPU, processors",
@@ -39,7 +39,7 @@ GROUPS = {
         "clean": "list or remove the block files that killed runs left on drives",
     },
 }
-COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
+COMMANDS = {name: text for group in COMMAND_GROUPS.values() for name, text in group.items()}
 
 ENDS_AT_ONCE = "plan"
 """The command that loads much and leaves nothing open: no threads, no files, nothing on a GPU."""
@@ -242,7 +242,7 @@ def _version() -> str:
 def usage() -> str:
     """Return the help of the whole program."""
     lines: list[str] = []
-    for title, commands in GROUPS.items():
+    for title, commands in COMMAND_GROUPS.items():
         lines += ["", f"{title}:", *(f"  {name:8} {text}" for name, text in commands.items())]
 
     return "\n".join(

@@ -9,12 +9,12 @@ from pathlib import Path
 from megatier.cli.output import print_json
 from megatier.config import file as config_file
 from megatier.config import text as config_text
-from megatier.config.schema import SECTIONS, RunConfig
+from megatier.config.schema import CONFIG_SECTIONS, RunConfig
 from megatier.errors import mib
 from megatier.hardware import cores_usable, default_budgets, device_for, gpus
 from megatier.measure.probe import cached_rates, io_threads
 
-HEAD = """\
+CONFIG_HEADER = """\
 # All settings of the run. `default`: neither the file nor the command line gives it. `from this machine`: a run that
 # begins now would take this value. If `megatier bench` has measured the machine, the planner of such a run chooses
 # tiers.gpu and settings that are at their default. This file, given to a run, fixes every setting, so the planner
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     for name, value in of_machine.items():
         section, _, key = name.partition(".")
         sections[section][key] = value
-    names = [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.__dataclass_fields__]
+    names = [f"{name}.{key}" for name, section in CONFIG_SECTIONS.items() for key in section.__dataclass_fields__]
     if options.json:
         sources = {name: GIVEN if name in given else DEFAULT for name in names} | dict.fromkeys(of_machine, MACHINE)
         print_json({"settings": sections, "sources": sources})
@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
     for name in of_machine.keys() & {"tiers.gpu", "tiers.ram"}:
         remarks[name] += f", {mib(sections['tiers'][name.removeprefix('tiers.')])}"
 
-    print(HEAD + config_text.write(sections, names, remarks), end="")
+    print(CONFIG_HEADER + config_text.write(sections, names, remarks), end="")
     return 0
 
 

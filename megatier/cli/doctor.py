@@ -32,7 +32,7 @@ from megatier.state import ADAMW_BF16
 
 PAGE_BYTES = 4096
 """The bytes that are written and read to try O_DIRECT."""
-MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
+STATUS_MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
 LOW_RAM_BYTES = 2 << 30
 """Less available RAM than this is worth a warning."""
 LOW_DISK_BYTES = 10 << 30
@@ -113,7 +113,7 @@ def run(argv: Sequence[str]) -> int:
     table = Table("check", "", "found", "remedy")
     for check in found:
         # rich would take the brackets of an extra for its own marks.
-        table.add_row(escape(check.name), MARKS[check.state], escape(check.found), escape(check.remedy))
+        table.add_row(escape(check.name), STATUS_MARKS[check.state], escape(check.found), escape(check.remedy))
 
     Console().print(table)
     return code

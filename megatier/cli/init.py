@@ -13,7 +13,7 @@ from megatier.cli.output import add_config_output, sections_of, write_config
 from megatier.config import file as config_file
 from megatier.config import text as config_text
 from megatier.config.data_section import BYTE_TOKENIZER, DATASET_INFO, PYTHON_STDLIB, DataConfig
-from megatier.config.schema import SECTIONS, ModelConfig
+from megatier.config.schema import CONFIG_SECTIONS, ModelConfig
 from megatier.config.section import field_docs
 from megatier.config.values import parse_list, parse_mount
 from megatier.data.formats import RECORD_FORMATS
@@ -28,7 +28,7 @@ from megatier.measure.probe import cached_rates
 from megatier.models.location import CONFIG_FILE, find_local
 from megatier.session.paths import check_tokenizer
 
-HEAD = """\
+INIT_HEADER = """\
 # A run of `megatier train`, written by `megatier init`. Every setting is explained by `megatier train --help`.
 # Next: `megatier bench --nvme DIR` measures this machine and its drive once, `megatier plan {path}` says whether the
 # run fits and how fast it will be, and `megatier train {path}` trains. If tiers.gpu and train.activations are left out
@@ -94,7 +94,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"{options.model} is no folder here, so it is taken for a model on the hub, which is not looked at now")
     # Written as a run will read them, and not as they were given here.
     sections = config_file.to_dict(made)
-    text = HEAD.format(path=options.output) + config_text.write(sections, settings, _remarks(settings))
+    text = INIT_HEADER.format(path=options.output) + config_text.write(sections, settings, _remarks(settings))
     write_config(options.output, text, overwrites=options.overwrite)
     print(f"{options.output} is written; next, `megatier plan {options.output}` says whether it fits")
     return 0
@@ -202,7 +202,7 @@ def _is_measured(nvme: str) -> bool:
 def _remarks(settings: Iterable[str]) -> dict[str, str]:
     """Return the first words of what each setting means."""
     # A remark stands on the line of its setting, so only its beginning fits. `megatier train --help` has the rest.
-    docs = {name: field_docs(section) for name, section in SECTIONS.items()}
+    docs = {name: field_docs(section) for name, section in CONFIG_SECTIONS.items()}
     said = {}
     for dotted in settings:
         section, _, key = dotted.partition(".")

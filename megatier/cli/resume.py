@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatier.checkpoint.run_directory import CONFIG_FILE, DATA_FOLDER, check_goes_on, check_is_run
 from megatier.config import file as config_file
-from megatier.data.token_note import NOTE_FILE
+from megatier.data.token_note import TOKENS_NOTE_FILE
 from megatier.errors import ConfigError
 from megatier.models.location import naming_option
 from megatier.report.console import announce, run_console
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
     with naming_option("--model.path"):
         # A text whose tokens are there is not read again, unless they are damaged.
-        check_paths(loaded, reads_text=not (options.directory / DATA_FOLDER / NOTE_FILE).is_file())
+        check_paths(loaded, reads_text=not (options.directory / DATA_FOLDER / TOKENS_NOTE_FILE).is_file())
 
         # Imported here because it loads torch: what is wrong so far is refused without waiting for that.
         from megatier.train.trainer import train

@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
 
 def settings() -> Iterator[str]:
     """Yield the lines of the help about every setting: what it takes, its default, and what it means."""
-    for name, section in schema.SECTIONS.items():
+    for name, section in schema.CONFIG_SECTIONS.items():
         yield f"{name}: {section.__doc__.splitlines()[0]}"
         docs = field_docs(section)
 

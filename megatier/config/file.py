@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatier.config.overrides import check_known, is_nested, laid_over, settings_of
-from megatier.config.schema import SECTIONS, RunConfig
+from megatier.config.schema import CONFIG_SECTIONS, RunConfig
 from megatier.config.section import from_text, hints
 from megatier.config.values import parse_list, read_yaml, require_unit
 from megatier.errors import ConfigError
@@ -83,7 +83,7 @@ def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConf
 def _parsed(tree: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """Return the config of a tree of sections."""
     made = {}
-    for name, section in SECTIONS.items():
+    for name, section in CONFIG_SECTIONS.items():
         # A copy, since values are replaced while the section may be the caller's.
         values = dict(tree.get(name, {}))
         for key, value in values.items():
@@ -146,7 +146,7 @@ def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     """Return the sections of a tree that holds nothing else, and only settings that are known."""
     # A file of another trainer has dozens of unknown names, and one remedy.
     _check_trainer(tree, where)
-    unknown = [str(name) for name in tree if str(name) not in SECTIONS]
+    unknown = [str(name) for name in tree if str(name) not in CONFIG_SECTIONS]
     check_known(unknown, where)
     check_sections(tree, where)
 
@@ -178,7 +178,7 @@ def _check_trainer(tree: Mapping[str, Any], where: str) -> None:
     """Refuse a file that is another trainer's: none of its keys is a section."""
     names = {str(name) for name in tree}
     # A file of ours with one such key in the wrong place has a better message.
-    if not SECTIONS.keys() & names and OTHER_TRAINERS & names:
+    if not CONFIG_SECTIONS.keys() & names and OTHER_TRAINERS & names:
         raise ConfigError(
             f"{where} is the config of another trainer. `megatier convert {where} --output run.yaml` makes one of "
             "megatier of it."

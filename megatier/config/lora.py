@@ -16,7 +16,7 @@ ADAPTER_FILE = "adapter_config.json"
 """The settings in a folder of adapters, as PEFT calls them."""
 ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer but the head."""
-NAMES = ("targets", "target_parameters", "modules_to_save", "adapter")
+LORA_NAMES = ("targets", "target_parameters", "modules_to_save", "adapter")
 """Settings that are taken as they are written on the command line: YAML would see an alias in *.q_proj."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 
-ELSEWHERE: Mapping[str, str] = {
+NAMES_ELSEWHERE: Mapping[str, str] = {
     "lr": "train.learning_rate",
     "lr_scheduler_type": "train.schedule",
     "batch_size": "train.batch",
@@ -47,7 +47,7 @@ ELSEWHERE: Mapping[str, str] = {
 
 
 def meant(
-    name: str, known: Sequence[str], elsewhere: Mapping[str, str] = ELSEWHERE, *, cutoff: float = 0.6
+    name: str, known: Sequence[str], elsewhere: Mapping[str, str] = NAMES_ELSEWHERE, *, cutoff: float = 0.6
 ) -> str | None:
     """Return the name that was meant by an unknown one; None: none is like it.
 

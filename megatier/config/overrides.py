@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatier.config.lora import NAMES
+from megatier.config.lora import LORA_NAMES
 from megatier.config.names import meant
-from megatier.config.schema import SECTIONS
+from megatier.config.schema import CONFIG_SECTIONS
 from megatier.config.section import hints
 from megatier.config.values import parse_yaml
 from megatier.errors import ConfigError
@@ -16,7 +16,7 @@ from megatier.foreign import shown
 
 NESTED = ("model.config", "model.lora")
 """Settings that hold settings of their own."""
-AS_WRITTEN = tuple(f"model.lora.{key}" for key in NAMES)
+AS_WRITTEN = tuple(f"model.lora.{key}" for key in LORA_NAMES)
 """Nested settings that are no YAML."""
 
 
@@ -89,17 +89,17 @@ def check_known(keys: Iterable[str], where: str | None = None) -> None:
         ConfigError: names the first one.
     """
     # The section of a misspelt key is known in most cases, so the hint names its neighbours and not all settings.
-    by_section = {name: [f"{name}.{key}" for key in hints(section)] for name, section in SECTIONS.items()}
+    by_section = {name: [f"{name}.{key}" for key in hints(section)] for name, section in CONFIG_SECTIONS.items()}
     known = list(itertools.chain.from_iterable(by_section.values()))
     for key in keys:
         if key in known:
             continue
-        if key in SECTIONS:
+        if key in CONFIG_SECTIONS:
             raise ConfigError(f"{key} is a section; set one of its keys, such as --{by_section[key][0]}.")
 
-        near = meant(key, [*known, *SECTIONS], cutoff=0.5)
+        near = meant(key, [*known, *CONFIG_SECTIONS], cutoff=0.5)
         section, _, _ = key.partition(".")
-        siblings = by_section.get(section, list(SECTIONS))
+        siblings = by_section.get(section, list(CONFIG_SECTIONS))
         hint = f"did you mean {near}?" if near else f"known are {', '.join(siblings)}."
         place = f"{where}: " if where else ""
         raise ConfigError(f"{place}unknown setting {shown(key)}; {hint}")

@@ -440,7 +440,7 @@ class RunConfig(Section):
 OF_LOOP = DataConfig(files=("batches of the loop",), tokenizer=BYTE_TOKENIZER)
 """The section `data` of a loop that brings its own batches. Nothing of it is read but the length of a sequence."""
 
-SECTIONS: dict[str, Any] = {
+CONFIG_SECTIONS: dict[str, Any] = {
     "model": ModelConfig,
     "data": DataConfig,
     "tiers": TiersConfig,

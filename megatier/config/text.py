@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megatier.config.schema import SECTIONS
+from megatier.config.schema import CONFIG_SECTIONS
 from megatier.config.section import hints, types_of
 from megatier.config.values import ByteCount
 from megatier.errors import UNITS
@@ -56,7 +56,7 @@ def write(sections: Mapping[str, Mapping[str, Any]], names: Collection[str], rem
     """
     lines: list[str] = []
 
-    for name, section in SECTIONS.items():
+    for name, section in CONFIG_SECTIONS.items():
         keys = [key for key in hints(section) if f"{name}.{key}" in names]
         if not keys:
             continue
@@ -92,7 +92,7 @@ def options(settings: Mapping[str, Any]) -> str:
     words = []
     for dotted, value in settings.items():
         name, _, key = dotted.partition(".")
-        section = SECTIONS[name]
+        section = CONFIG_SECTIONS[name]
         written = value
         if value is None or isinstance(value, bool):
             # As YAML has them, which is what the command line reads.

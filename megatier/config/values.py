@@ -149,12 +149,12 @@ class _Values(Composer, SafeConstructor, Resolver):
 
 
 POINT = r"(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?"
-NUMBERS = {
+NUMBER_PATTERNS = {
     "int": r"[-+]?(0|[1-9][\d_]*|0b[01_]+|0x[\da-fA-F_]+)$",
     "float": rf"[-+]?({POINT}|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$",
 }
 """How numbers look."""
-for _kind, _looks in NUMBERS.items():
+for _kind, _looks in NUMBER_PATTERNS.items():
     # PyYAML tries a rule only on values that begin with one of these characters.
     _Values.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_looks), list("-+.0123456789"))
 

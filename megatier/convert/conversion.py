@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from megatier.config.schema import SECTIONS
+from megatier.config.schema import CONFIG_SECTIONS
 from megatier.errors import ConfigError
 
 Outcome = Literal["carried", "default", "left"]
@@ -165,7 +165,7 @@ class Conversion:
         words = []
         for setting in settings:
             section, _, name = setting.partition(".")
-            value = SECTIONS[section].__dataclass_fields__[name].default
+            value = CONFIG_SECTIONS[section].__dataclass_fields__[name].default
             words.append(f"{setting} stays at its default, {_written(value)}")
 
         # What Hugging Face or the other trainer would have taken may be another value.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatier.config.file import check_sections
-from megatier.config.schema import SECTIONS
+from megatier.config.schema import CONFIG_SECTIONS
 from megatier.config.values import parse_yaml, read_text_of
 from megatier.convert import accelerate, axolotl, deepspeed, llama_factory, megatrain
 from megatier.convert.conversion import Conversion, Table
@@ -64,7 +64,7 @@ def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Table]:
         return "MegaTrain", megatrain.TABLE
     if is_deepspeed and not is_megatrain:
         return "DeepSpeed", deepspeed.TABLE
-    if keys & SECTIONS.keys() and keys <= SECTIONS.keys():
+    if keys & CONFIG_SECTIONS.keys() and keys <= CONFIG_SECTIONS.keys():
         raise ConfigError(f"{path} is a config of megatier already; `megatier config show {path}` shows all of it.")
     raise ConfigError(f"{path} is no config that `megatier convert` reads. It must be {KINDS}.")
 

@@ -15,7 +15,7 @@ from megatier.errors import DataError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_json
 
 # The words of LLaMA-Factory's file. What is not among them is refused by `_check`.
-KEYS = {"file_name", "formatting", "columns", "tags", "split"}
+DATASET_KEYS = {"file_name", "formatting", "columns", "tags", "split"}
 COLUMNS = {"prompt", "query", "response", "history", "messages", "system", "tools", "images"}
 DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 DEFAULT_TAGS = {
@@ -78,7 +78,7 @@ def _check(place: str, dataset: dict[str, Any], columns: object, tags: object) -
 
     # Passing over such a key would train on something else than LLaMA-Factory does.
     asked = {key for key, value in dataset.items() if value}
-    unknown_keys = sorted(asked - KEYS)
+    unknown_keys = sorted(asked - DATASET_KEYS)
     unknown_columns = sorted(columns.keys() - COLUMNS)
     others = [*unknown_keys, *unknown_columns]
     if others:

@@ -33,7 +33,7 @@ HEAD_BYTES = 1 << 16
 
 UTF8 = "utf-8"
 BOM = "\ufeff"
-MARKS = (
+BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
@@ -146,7 +146,7 @@ def _pieces(path: Path, found: Format) -> Generator[bytes]:
     pieces = itertools.chain([first], pieces)
 
     # UTF-32 comes first among the marks, since its mark begins with that of UTF-16.
-    for mark, encoding in MARKS:
+    for mark, encoding in BYTE_ORDER_MARKS:
         if first.startswith(mark):
             yield from _recoded(path, pieces, encoding)
             return

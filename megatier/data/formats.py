@@ -22,7 +22,7 @@ RECORD_FORMATS = {
 """The formats of files of records, by suffix. Whatever has another suffix is one text."""
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 """The compressions that are read, by the last suffix."""
-TABLES = ("parquet", "arrow")
+TABLE_FORMATS = ("parquet", "arrow")
 """Formats that are read out of order, so they lie on the drive as they are, and that compress their own columns."""
 
 MAGIC = (
@@ -75,7 +75,7 @@ def format_of(path: Path, declared: str = "auto") -> Format:
     # Unknown suffixes are texts, since texts have any: .txt, .md, .py.
     if declared == "auto":
         name = RECORD_FORMATS.get(suffix, "text")
-    if compression and name in TABLES:
+    if compression and name in TABLE_FORMATS:
         raise DataError(f"{path}: a {name} file compresses its own columns. Unpack the {compression} around it.")
     # An archive would be read as one text, names and padding included.
     if suffix in (".tar", ".zip") or last in (".tgz", ".7z", ".rar"):

@@ -29,12 +29,12 @@ from megatier.data.image_rows import ByteWriter, ImageRow, RowRange, RowWriter, 
 from megatier.data.processor import Processor, checksum_of, labels_of
 from megatier.data.records import BadRecords
 from megatier.data.shuffle import permute
-from megatier.data.token_note import NOTE_FILE, Content, describe_settings, read_contents, write_note
+from megatier.data.token_note import TOKENS_NOTE_FILE, Content, describe_settings, read_contents, write_note
 from megatier.errors import REMEDIES, DataError
 from megatier.files import create_file
 from megatier.workers import Task, Workers
 
-FILES = "train.rows", "holdout.rows", "images.bytes"
+ROW_FILES = "train.rows", "holdout.rows", "images.bytes"
 """Names of the files: rows to train on, rows held out, and images that came as bytes."""
 ROW_FORMAT = 2
 """Files of rows in another format are made again. In the first one a line was no list."""
@@ -85,7 +85,7 @@ class ImageChats:
         self.bad = BadRecords(skips=config.skip_bad)
         contents, self.damaged = _contents(config, processor, directory, self.bad, progress)
         self.train, self.held_out = (
-            RowRange(directory / name, content) for name, content in zip(FILES[:2], contents[:2], strict=True)
+            RowRange(directory / name, content) for name, content in zip(ROW_FILES[:2], contents[:2], strict=True)
         )
         if not len(self.train):
             raise DataError(
@@ -260,12 +260,12 @@ def _contents(
         [describe_settings(config, processor.tokenizer), processor.made_by, repr(processor.own), ROW_FORMAT]
     )
     try:
-        contents, damaged = read_contents(directory, settings, FILES)
+        contents, damaged = read_contents(directory, settings, ROW_FILES)
         if contents is None:
             # While the files are being made no note may say that they are there.
-            (directory / NOTE_FILE).unlink(missing_ok=True)
+            (directory / TOKENS_NOTE_FILE).unlink(missing_ok=True)
             contents = _write(config, processor, directory, bad, progress)
-            write_note(directory, settings, FILES, contents)
+            write_note(directory, settings, ROW_FILES, contents)
     except OSError as error:
         remedy = REMEDIES.get(error.errno or 0, "Check the drive, or name another output.directory.")
         raise DataError(f"cannot write rows to {directory}: {error.strerror or error}. {remedy}") from error
@@ -281,7 +281,7 @@ def _write(
 ) -> list[Content]:
     """Read all conversations into files, which get their names when they are whole and on the drive."""
     directory.mkdir(parents=True, exist_ok=True)
-    partial_paths = [directory / f"{name}.partial" for name in FILES]
+    partial_paths = [directory / f"{name}.partial" for name in ROW_FILES]
     with (
         create_file(partial_paths[0]) as train,
         create_file(partial_paths[1]) as held_out,
@@ -289,7 +289,7 @@ def _write(
     ):
         writers = RowWriter(train), RowWriter(held_out)
         waiting: tuple[list[ImageRow], list[ImageRow]] = [], []
-        kept = ByteWriter(images, FILES[2])
+        kept = ByteWriter(images, ROW_FILES[2])
         for is_for_evaluation, document in split_documents(config, bad):
             if not isinstance(document, Conversation):
                 raise DataError(
@@ -313,7 +313,7 @@ def _write(
             os.fsync(file.fileno())
 
     # No file has its name before all of them are on the drive.
-    for path, name in zip(partial_paths, FILES, strict=True):
+    for path, name in zip(partial_paths, ROW_FILES, strict=True):
         path.rename(directory / name)
     return [*(writer.content for writer in writers), kept.content]
 

@@ -31,7 +31,7 @@ BYTES_MAX = 256 << 20
 PIXELS_MAX = 64 << 20
 """The most pixels of a record's images, width times height: 192 MiB once they are decoded. Processors scale most images
 down to a megapixel or two."""
-REMEDY = "Replace it, or leave the record out (data.skip_bad)."
+IMAGE_REMEDY = "Replace it, or leave the record out (data.skip_bad)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def read_bytes(path: Path, place: str, start: int = 0, num_bytes: int | None = N
     # A path with a null byte is a ValueError.
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise DataError(f"{place}: cannot read the image {shown(str(path))}: {reason}. {REMEDY}") from error
+        raise DataError(f"{place}: cannot read the image {shown(str(path))}: {reason}. {IMAGE_REMEDY}") from error
     check_size(len(raw), place)
     return raw
 
@@ -132,7 +132,7 @@ def decode_all(raws: Sequence[bytes], place: str) -> list[Any]:
     images = []
     num_pixels = 0
     for raw in raws:
-        with reading(f"{place}: an image cannot be decoded", DataError, _reason, REMEDY):
+        with reading(f"{place}: an image cannot be decoded", DataError, _reason, IMAGE_REMEDY):
             image = pillow.open(io.BytesIO(raw), formats=FORMATS)
 
             # So far only the header was read: a few kilobytes may announce gigapixels.

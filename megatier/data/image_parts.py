@@ -23,17 +23,17 @@ ImageSource = str | bytes
 
 IMAGE_KEYS = ("images", "image")
 """Keys under which records have their images, if no `dataset_info.json` names another one."""
-KINDS = ("image", "image_url")
+IMAGE_TYPES = ("image", "image_url")
 """Types of parts that are images."""
-KEYS = ("image", "image_url", "url", "path", "bytes")
+PART_IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes")
 """Keys under which such a part holds or names its image; the first that is there counts."""
-PLACE = {"type": "image"}
+IMAGE_PLACE = {"type": "image"}
 """An image's place, as chat templates take it."""
 
 
 def holds_image(part: object) -> bool:
     """Return whether a part of a content is an image."""
-    return isinstance(part, dict) and part.get("type") in KINDS
+    return isinstance(part, dict) and part.get("type") in IMAGE_TYPES
 
 
 def text_of(content: object) -> str:
@@ -97,7 +97,7 @@ def place_images(
             if not holds_image(part):
                 parts.append(part)
                 continue
-            parts.append(dict(PLACE))
+            parts.append(dict(IMAGE_PLACE))
             own = _own(part)
             if own is None:
                 num_open += 1
@@ -159,7 +159,7 @@ def _split(content: object, *, has_marks: bool) -> Iterator[dict[str, Any]]:
         if first or not others:
             yield {"type": "text", "text": first}
         for text in others:
-            yield dict(PLACE)
+            yield dict(IMAGE_PLACE)
             if text:
                 yield {"type": "text", "text": text}
 
@@ -168,7 +168,7 @@ def _own(part: dict[str, Any]) -> object:
     """Return what a part holds or names as its image; None: it is a place alone."""
     if "base64" in part:
         return f"data:;base64,{part['base64']}"
-    return next((part[key] for key in KEYS if key in part), None)
+    return next((part[key] for key in PART_IMAGE_KEYS if key in part), None)
 
 
 def _data_of(rest: str, place: str) -> bytes:

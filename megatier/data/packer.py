@@ -22,7 +22,7 @@ from megatier.data.conversation import Conversation
 from megatier.data.long_text import PIECE_CHARACTERS, tokens_of
 from megatier.data.records import BadRecords
 from megatier.data.template import tokenise_chats
-from megatier.data.tokenizer import REMEDY, special_tokens
+from megatier.data.tokenizer import TOKENIZER_REMEDY, special_tokens
 from megatier.errors import DataError
 
 MARK_BITS = 2
@@ -114,7 +114,7 @@ class Packer:
         if self.num_documents and self.is_blind:
             raise DataError(
                 f"the tokenizer {self._tokenizer.name_or_path} makes nothing but special and unknown tokens of the "
-                f"{self.num_documents:,} texts. {REMEDY}"
+                f"{self.num_documents:,} texts. {TOKENIZER_REMEDY}"
             )
 
     def _lay_window(self, *, hands_on: bool) -> Iterator[NDArray[np.int64]]:

@@ -32,7 +32,7 @@ from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, shown
 
 CALL: dict[str, Any] = {"add_special_tokens": False, "truncation": False, "padding_side": "right"}
 """How a processor is called. The template writes special tokens itself, and nothing is cut off in silence."""
-REMEDY = "data.images needs the folder or hub id of a model with images, in model.path or data.tokenizer."
+PROCESSOR_REMEDY = "data.images needs the folder or hub id of a model with images, in model.path or data.tokenizer."
 
 
 class Processor:
@@ -49,7 +49,7 @@ class Processor:
         self._name = f"the processor {type(own).__name__} of {shown(name)}"
         tokenizer = getattr(own, "tokenizer", None)
         if not isinstance(tokenizer, PreTrainedTokenizerBase) or getattr(own, "image_processor", None) is None:
-            raise DataError(f"{self._name} does not take both texts and images. {REMEDY}")
+            raise DataError(f"{self._name} does not take both texts and images. {PROCESSOR_REMEDY}")
         self.tokenizer = tokenizer
         """Its tokenizer."""
         if not tokenizer.is_fast:
@@ -164,12 +164,12 @@ def load_processor(config: RunConfig) -> Processor:
         for file in PROCESSOR_FILES:
             with contextlib.suppress(FileNotFoundError):
                 read_object(folder / file, SETTINGS_BYTES_MAX, DataError)
-    with reading(f"no processor at {shown(name)}", DataError, remedy=REMEDY):
+    with reading(f"no processor at {shown(name)}", DataError, remedy=PROCESSOR_REMEDY):
         own = AutoProcessor.from_pretrained(str(folder or name), trust_remote_code=False)
 
     # transformers gives the tokenizer alone where a folder has no more.
     if not isinstance(own, ProcessorMixin):
-        raise DataError(f"no processor at {shown(name)}, but {type(own).__name__} alone. {REMEDY}")
+        raise DataError(f"no processor at {shown(name)}, but {type(own).__name__} alone. {PROCESSOR_REMEDY}")
     processor = Processor(own, name)
 
     # Older folders have the template with the processor alone.

@@ -28,7 +28,7 @@ from megatier.data.conversation import (
 )
 from megatier.data.dataset_info import describe
 from megatier.data.encoded import check_head, read_text
-from megatier.data.formats import RECORD_FORMATS, TABLES, Format, format_of
+from megatier.data.formats import RECORD_FORMATS, TABLE_FORMATS, Format, format_of
 from megatier.data.image_file import IMAGE_SUFFIXES
 from megatier.data.image_parts import IMAGE_KEYS
 from megatier.data.records import BadRecords, read_json, read_records, saved_files
@@ -99,7 +99,7 @@ class Source:
             DataError: it is no file that can be read so.
         """
         try:
-            if self.format.name in TABLES:
+            if self.format.name in TABLE_FORMATS:
                 # Tables have their own library, which finds damage once it reads them.
                 os.close(open_regular(self.path))
             else:

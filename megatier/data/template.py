@@ -29,14 +29,16 @@ CharacterRange = tuple[int, int]
 BATCH_CHARACTERS = 1 << 17
 """Characters that are tokenised at once, or a few more: 200 bytes a token lie in RAM meanwhile."""
 
-UNENDED = (
+UNENDED_ANSWER = (
     "the chat template learns nothing behind an answer of the assistant, so the model does not learn to end a turn. "
     "Let {% endgeneration %} stand behind the token that ends it (data.chat_template)."
 )
 """The warning about a template whose turns have no learnt end."""
-REMEDY = "Set data.chat_template to a Jinja file in which {% generation %} and {% endgeneration %} enclose these turns."
+TEMPLATE_REMEDY = (
+    "Set data.chat_template to a Jinja file in which {% generation %} and {% endgeneration %} enclose these turns."
+)
 """The remedy in errors about assistant's turns that cannot be told."""
-UNLEARNT = f"no token of the assistant. Leave the record out if its answers are empty. {REMEDY}"
+UNLEARNT = f"no token of the assistant. Leave the record out if its answers are empty. {TEMPLATE_REMEDY}"
 """What is wrong with a conversation of which nothing is learnt."""
 
 
@@ -187,7 +189,7 @@ class Template:
             has_end_behind = text[stop:].lstrip().startswith(self._ends)
             if is_bare or (has_end_behind and learnt.rstrip().endswith(bare)):
                 # The text is always the same one, so that Python shows it once.
-                warnings.warn(UNENDED, stacklevel=2)
+                warnings.warn(UNENDED_ANSWER, stacklevel=2)
 
     def _turns(self, text: str) -> Iterator[CharacterRange]:
         """Yield the range of each turn of the assistant.
@@ -202,7 +204,7 @@ class Template:
                 if stop is None or stop < len(start) or not text.startswith(start):
                     raise DataError(
                         f"{self._conversation.place}: the chat template writes turn {index + 1} in another way when "
-                        f"more turns follow, so it is not sure where the turn begins or ends. {REMEDY}"
+                        f"more turns follow, so it is not sure where the turn begins or ends. {TEMPLATE_REMEDY}"
                     )
                 yield len(start), stop
 

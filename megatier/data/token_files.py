@@ -20,7 +20,7 @@ from megatier.config.data_section import DataConfig
 from megatier.data.holdout import split_documents
 from megatier.data.packer import FIRST_MARK, LEARNT_MARK, MARK_BITS, Packer
 from megatier.data.records import BadRecords
-from megatier.data.token_note import NOTE_FILE, Content, describe_settings, read_contents, write_note
+from megatier.data.token_note import TOKENS_NOTE_FILE, Content, describe_settings, read_contents, write_note
 from megatier.data.token_range import TokenRange
 from megatier.data.tokenizer import vocabulary_size
 from megatier.errors import REMEDIES, DataError
@@ -57,7 +57,7 @@ def tokenise(
         contents, damaged = read_contents(directory, settings, TOKEN_FILES)
         if contents is None:
             # While the files are being made no note may say that they are there.
-            (directory / NOTE_FILE).unlink(missing_ok=True)
+            (directory / TOKENS_NOTE_FILE).unlink(missing_ok=True)
             contents = _write_tokens(config, tokenizer, dtype, directory, bad, progress)
             write_note(directory, settings, TOKEN_FILES, contents)
     except OSError as error:

@@ -23,7 +23,7 @@ from megatier.data.tokenizer import vocabulary_size
 from megatier.errors import DataError
 from megatier.files import open_regular, read_regular, replace_file
 
-NOTE_FILE = "tokens.json"
+TOKENS_NOTE_FILE = "tokens.json"
 TOKENS_NOTE_BYTES_MAX = 64 << 20
 """A larger file is no note of ours: the longest thing in it is a list of files."""
 READ_BYTES = 16 << 20
@@ -66,7 +66,7 @@ def write_note(directory: Path, settings: str, names: Sequence[str], contents: S
 
     # Replaced at once: a note that a kill cut short would let whole files be made again.
     text = json.dumps(note).encode()
-    replace_file(directory / NOTE_FILE, text)
+    replace_file(directory / TOKENS_NOTE_FILE, text)
 
 
 def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple[list[Content] | None, str | None]:
@@ -82,12 +82,12 @@ def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple
     paths = [directory / name for name in names]
 
     # Nothing was made yet, or a kill came before the note, which is written last.
-    if not all(path.exists() for path in (directory / NOTE_FILE, *paths)):
+    if not all(path.exists() for path in (directory / TOKENS_NOTE_FILE, *paths)):
         return None, None
 
     # A version without checksums noted the settings alone. Nothing more is known of its files, so they are taken as
     # they are, and noted from now on.
-    text = _read(directory / NOTE_FILE)
+    text = _read(directory / TOKENS_NOTE_FILE)
     if text == settings.encode():
         found = [content_of(path) for path in paths]
         write_note(directory, settings, names, found)
@@ -95,7 +95,7 @@ def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple
 
     note = _parsed(text)
     if note is None:
-        return None, str(directory / NOTE_FILE)
+        return None, str(directory / TOKENS_NOTE_FILE)
     # Not damaged, only of other settings: they are made again without a word.
     if note["settings"] != settings:
         return None, None

@@ -41,7 +41,7 @@ OBJECTS = (
     "config.json",
 )
 """Files in JSON that a tokenizer may be made of."""
-TABLES = ("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
+TABLE_FILES = ("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
 """Other files with tables of tokens."""
 TEXTS = ("chat_template.jinja",)
 """Files of text."""
@@ -51,7 +51,7 @@ SAMPLE = " ".join(string.printable[:95])
 """A text of all letters, figures and signs."""
 SAMPLE_TOKENS = 500
 """Tokens of its own that a tokenizer is tried with besides."""
-REMEDY = "Give data.tokenizer a folder, a hub id or bytes."
+TOKENIZER_REMEDY = "Give data.tokenizer a folder, a hub id or bytes."
 
 BYTE_CHAT_TEMPLATE = """\
 {% for message in messages %}
@@ -100,7 +100,7 @@ def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
     if folder is None:
         return []
 
-    names = {*OBJECTS, *TABLES, *TEXTS, *tokenizer.vocab_files_names.values()}
+    names = {*OBJECTS, *TABLE_FILES, *TEXTS, *tokenizer.vocab_files_names.values()}
     if config.data.images:
         names |= {*PROCESSOR_FILES}
     # A folder may have a tokenizer for each range of versions of transformers, and several templates.
@@ -115,10 +115,10 @@ def _load(name: str) -> PreTrainedTokenizerBase:
 
     # A name on the hub has one slash at most, so these are paths.
     if folder is None and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise DataError(f"no tokenizer at {shown(name)}: there is no such folder. {REMEDY}")
+        raise DataError(f"no tokenizer at {shown(name)}: there is no such folder. {TOKENIZER_REMEDY}")
     names = ", ".join(_check_files(folder))
     what = f"no tokenizer at {shown(name)}{f', made of {names}' if names else ''}"
-    with reading(what, DataError, remedy=REMEDY):
+    with reading(what, DataError, remedy=TOKENIZER_REMEDY):
         # Code that comes with a tokenizer is never run.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
@@ -130,12 +130,13 @@ def _load(name: str) -> PreTrainedTokenizerBase:
     # transformers makes a tokenizer without a vocabulary for some models whose folder has none.
     if is_empty:
         raise DataError(
-            f"{what}: it knows {len(tokenizer)} tokens, and makes none of a text but special and unknown ones. {REMEDY}"
+            f"{what}: it knows {len(tokenizer)} tokens, and makes none of a text but special and unknown ones. "
+            f"{TOKENIZER_REMEDY}"
         )
     if end is None:
         raise DataError(f"the tokenizer at {name} has no eos_token, which ends each document; set it in its config.")
     if type(end) is not int or not isinstance(template, str | dict | None):
-        raise DataError(f"{what}: eos_token or chat_template is of another kind than text. {REMEDY}")
+        raise DataError(f"{what}: eos_token or chat_template is of another kind than text. {TOKENIZER_REMEDY}")
     return tokenizer
 
 
@@ -179,7 +180,7 @@ def folder_of(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     with contextlib.suppress(OSError, HFValidationError):
-        return at_one_commit(snapshot_download(name, allow_patterns=[*OBJECTS, *PROCESSOR_FILES, *TABLES, *TEXTS]))
+        return at_one_commit(snapshot_download(name, allow_patterns=[*OBJECTS, *PROCESSOR_FILES, *TABLE_FILES, *TEXTS]))
     return None
 
 
@@ -192,7 +193,7 @@ def _check_files(folder: Path | None) -> list[str]:
     if folder is None:
         return []
     found = []
-    for name in (*OBJECTS, *TABLES, *TEXTS):
+    for name in (*OBJECTS, *TABLE_FILES, *TEXTS):
         with contextlib.suppress(FileNotFoundError):
             path = folder / name
             most = SETTINGS_BYTES_MAX if name in SMALL else TABLE_BYTES_MAX

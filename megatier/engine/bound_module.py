@@ -26,7 +26,7 @@ from megatier.engine.stage import Stage
 from megatier.errors import NonFiniteError, UnsupportedModelError
 from megatier.guards.crossing import FORWARDS_CHECKED, check_inside, note_owner
 from megatier.guards.unbound_weights import make_unbound
-from megatier.guards.weight_changes import REMEDY, Unchanged, changed_weight_error
+from megatier.guards.weight_changes import WEIGHT_CHANGE_REMEDY, Unchanged, changed_weight_error
 from megatier.models.decoder import Binding
 from megatier.tier import Activations
 
@@ -181,7 +181,8 @@ class BoundModule:
                 if "leaf Variable that requires grad" not in str(error):
                     raise
                 raise UnsupportedModelError(
-                    f"{self.module_name} changes a weight or an argument in place in its forward. {REMEDY}"
+                    f"{self.module_name} changes a weight or an argument in place in its forward. "
+                    f"{WEIGHT_CHANGE_REMEDY}"
                 ) from error
 
         self.is_written = unchanged.check(self.module_name) or self.is_written

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from megatier.errors import UnsupportedModelError
 from megatier.guards.held_parts import FORWARD_HOOKS
 
-FULL_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+FULL_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that training begins with."""
 REWRITING = "torch.nn.utils."
 """Begins the names of the modules of torch that compute weights by hooks: weight norm, spectral norm, pruning."""
@@ -87,7 +87,7 @@ def _reason(parameter: nn.Parameter) -> str | None:
         return f"is a {type(parameter).__name__} ({parameter.layout}); only plain, dense nn.Parameters are streamed."
     if parameter.is_meta:
         return "lies on meta, so it has no values. Load the model first, or give its folder."
-    if parameter.dtype not in FULL_PRECISION:
+    if parameter.dtype not in FULL_PRECISION_DTYPES:
         return f"is {parameter.dtype}; weights are trained from fp32, bf16 or fp16. Call float() of the model."
     if parameter.grad is not None:
         return "has a gradient already, which would be lost. Call zero_grad() of the model."

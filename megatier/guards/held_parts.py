@@ -29,9 +29,9 @@ STATE_HOOKS = frozenset(
     {"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
 )
 """Those of hooks that a streamed model never calls."""
-LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "numpy", "functools", "megatier"})
+TRUSTED_LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "numpy", "functools", "megatier"})
 """Packages whose functions find no model of a user's among their globals."""
-PLAIN = (
+PLAIN_TYPES = (
     *(str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.Size),
     PretrainedConfig,
 )
@@ -43,7 +43,7 @@ OF_PYTHON = (
 """What can be called and is no object that a user wrote to note something."""
 ITEMS_MAX = 1000
 """Items of a container that are looked at: a container of a model's parts has one among the first."""
-REMEDY = (
+HELD_MODEL_REMEDY = (
     "The model is copied for training, and functions are not. Take what you need from the module that a hook is called "
     "with, or make it a method: of the module's class, or by types.MethodType(function, module)."
 )
@@ -153,12 +153,14 @@ class HeldParts:
             held, is_own = waiting.pop()
 
             # Seen as something that is copied says nothing of it where it is not: there it must hold no part.
-            if isinstance(held, PLAIN) or (id(held), is_own) in self._seen:
+            if isinstance(held, PLAIN_TYPES) or (id(held), is_own) in self._seen:
                 continue
             self._seen.add((id(held), is_own))
             if (part := self._parts.get(id(held))) is not None:
                 if not is_own:
-                    raise UnsupportedModelError(f"{where} holds {part} of the model that was given. {REMEDY}")
+                    raise UnsupportedModelError(
+                        f"{where} holds {part} of the model that was given. {HELD_MODEL_REMEDY}"
+                    )
             elif isinstance(held, Tensor):
                 self._check_tensor(held, where, is_copied=is_own)
             else:
@@ -251,7 +253,7 @@ def slots_of(kind: type) -> Iterator[str]:
 
 def _is_of_library(function: types.FunctionType) -> bool:
     """Return whether a function is one of a library's."""
-    return str(function.__module__).partition(".")[0] in LIBRARIES
+    return str(function.__module__).partition(".")[0] in TRUSTED_LIBRARIES
 
 
 def _called(hook: object) -> str:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from megatier.errors import StreamedModelError
 
-PLACES: Mapping[str, torch.dtype | torch.device] = {
+CAST_METHODS: Mapping[str, torch.dtype | torch.device] = {
     "half": torch.float16,
     "bfloat16": torch.bfloat16,
     "float": torch.float32,
@@ -25,7 +25,7 @@ PLACES: Mapping[str, torch.dtype | torch.device] = {
 """Methods that ask for a dtype or a device as `to` does."""
 CHECKPOINTING = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
 """Methods that ask for what megatier decides, by the names of transformers."""
-TRAINERS = ("transformers", "trl", "accelerate", "peft", "axolotl")
+TRAINING_PROGRAMS = ("transformers", "trl", "accelerate", "peft", "axolotl")
 """Programs that call these methods by an argument of their own, about which their guards speak."""
 
 
@@ -43,7 +43,7 @@ def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     # On the instance, since its class is transformers' own, of which other models are not streamed.
     methods = vars(model)
     methods["to"] = functools.partial(_stay, model, device, dtype)
-    for name in PLACES:
+    for name in CAST_METHODS:
         methods[name] = functools.partial(_stay_here, model, device, dtype, name)
     for name in CHECKPOINTING:
         methods[name] = _ignore_checkpointing
@@ -75,8 +75,8 @@ def _stay(model: nn.Module, here: torch.device, computes: torch.dtype, *args: An
 
 
 def _stay_here(model: nn.Module, here: torch.device, computes: torch.dtype, name: str, *where: Any) -> nn.Module:  # noqa: ANN401
-    """Stand in for a method of `PLACES`; `cuda` may be given a device."""
-    asked = PLACES[name]
+    """Stand in for a method of `CAST_METHODS`; `cuda` may be given a device."""
+    asked = CAST_METHODS[name]
     if isinstance(asked, torch.dtype):
         return _stay_at(model, here, computes, name, None, asked)
     device = torch.device(asked.type, *where) if where else asked
@@ -108,7 +108,7 @@ def _stay_at(
 
 
 def _ignore_checkpointing(*_: object, **__: object) -> None:
-    if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in TRAINERS:
+    if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in TRAINING_PROGRAMS:
         warnings.warn(
             "gradient checkpointing is not switched on: the argument activations of megatier.stream decides whether "
             'activations are kept or computed again. Open the model with activations="recompute".',

@@ -14,7 +14,7 @@ from transformers import Cache
 
 from megatier.errors import StreamedModelError
 
-NAMES = frozenset({"past_key_values", "past_key_value", "layer_past"})
+CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past"})
 """Names under which older models hand on tuples of tensors instead of a cache."""
 
 
@@ -53,7 +53,7 @@ def without_caches(
     """
 
     def kept(name: str, value: object) -> object:
-        if value is None or not (name in NAMES or is_cache(value)):
+        if value is None or not (name in CACHE_NAMES or is_cache(value)):
             return value
         if _holds_tensors(value):
             raise _refused(f"argument {name} of {module_name} holds")

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 
 from megatier.errors import UnsupportedModelError
-from megatier.guards.token_rows import COARSE, ROUNDING
+from megatier.guards.token_rows import COARSE, ROUNDING_TOLERANCES
 
-REMEDY = "Open the model with activations='keep', under which each forward runs once."
+REPEATED_FORWARD_REMEDY = "Open the model with activations='keep', under which each forward runs once."
 SAMPLES_NOTED = 1024
 """Numbers of a result that are noted, at least; at most twice as many. All of them would take as much as activations.
 """
@@ -57,7 +57,7 @@ class GivenTensors:
             if tensor._version != version:
                 raise UnsupportedModelError(
                     f"argument {position} of {module_name}, {tuple(tensor.shape)}, was changed in place {why}, so the "
-                    f"forward would find other numbers when it runs again. {REMEDY}"
+                    f"forward would find other numbers when it runs again. {REPEATED_FORWARD_REMEDY}"
                 )
 
 
@@ -81,12 +81,14 @@ class StateBefore:
         # By identity too: a tensor that is put into the place of a buffer counts versions of its own.
         for (name, buffer, version), (_, other, later) in zip(self._before, after, strict=False):
             if buffer is not other or version != later:
-                raise UnsupportedModelError(f"{module_name} changes its buffer {name} in its forward. {REMEDY}")
+                raise UnsupportedModelError(
+                    f"{module_name} changes its buffer {name} in its forward. {REPEATED_FORWARD_REMEDY}"
+                )
         for (name, before), (_, later) in zip(self._draws, _generators(), strict=False):
             if before != later:
                 raise UnsupportedModelError(
                     f"{module_name} draws random numbers from {name} in its forward, which would draw others when it "
-                    f"runs again. Let it draw from torch. {REMEDY}"
+                    f"runs again. Let it draw from torch. {REPEATED_FORWARD_REMEDY}"
                 )
 
 
@@ -113,7 +115,7 @@ class NotedResults:
             raise UnsupportedModelError(
                 f"{module_name} gave other numbers when it ran again for its backward, so something in it goes on from "
                 "one forward to the next: an attribute that it changes, a random generator of its own, or a variable "
-                f"that is none of its arguments. {REMEDY}"
+                f"that is none of its arguments. {REPEATED_FORWARD_REMEDY}"
             )
 
 
@@ -137,7 +139,8 @@ def warn_of_hooks(names: Iterable[str]) -> None:
     warnings.warn(
         f"forwards of layers run again in the backward (activations other than keep), and so do the hooks inside of "
         f"them, as under torch's checkpointing: {', '.join(names)}. What a hook returns counts both times, so numbers "
-        "are right; what it counts or collects comes twice. Hooks on a whole layer are called once. " + REMEDY,
+        "are right; what it counts or collects comes twice. Hooks on a whole layer are called once. "
+        + REPEATED_FORWARD_REMEDY,
         stacklevel=2,
     )
 
@@ -192,7 +195,7 @@ def _differ(before: Tensor | None, after: Tensor | None, *, is_plain: bool) -> b
         return before is not after
 
     is_exact = is_plain and not before.is_cuda
-    tolerance = 0.0 if is_exact else ROUNDING.get(before.dtype, COARSE)
+    tolerance = 0.0 if is_exact else ROUNDING_TOLERANCES.get(before.dtype, COARSE)
 
     # Not finite is no difference: the step is left out for that.
     one = before.double()

@@ -21,7 +21,7 @@ TRIED = 64
 """The most tokens with which a module is tried."""
 FEW = 1 / 8
 """The share of the tokens that may change if others are left out."""
-ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
+ROUNDING_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The part of a token's norm by which roundings may change it, by the dtype of the result."""
 COARSE = 0.03
 """The same for bf16, and for dtypes that are not named."""
@@ -164,7 +164,7 @@ def _taken(rows: Sequence[Tensor], places: Tensor) -> list[Tensor]:
 
 def are_alike(before: Tensor, after: Tensor, *, is_exact: bool = False) -> Tensor:
     """Return which tokens have changed by no more than roundings, bool [tokens]; the tensors are [..., tokens, W]."""
-    tolerance = 0.0 if is_exact else ROUNDING.get(before.dtype, COARSE)
+    tolerance = 0.0 if is_exact else ROUNDING_TOLERANCES.get(before.dtype, COARSE)
     old = before.flatten(0, -2).double()
     new = after.flatten(0, -2).double()
     change = (new - old).norm(dim=-1)

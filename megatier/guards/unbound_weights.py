@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatier.errors import AbsentWeightError, StreamedModelError, UnsupportedModelError
-from megatier.guards.weight_changes import REMEDY
+from megatier.guards.weight_changes import WEIGHT_CHANGE_REMEDY
 
 ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 """Functions that give the same place under another name, to callers that look at it and do not compute."""
@@ -33,7 +33,7 @@ HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 """Functions that ask to be called with a gradient, which never comes."""
 FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 """Functions that say whether a parameter is trained."""
-CHANGES = (Tensor.__setitem__, Tensor.data.__set__)  # type: ignore[attr-defined]
+IN_PLACE_FUNCTIONS = (Tensor.__setitem__, Tensor.data.__set__)  # type: ignore[attr-defined]
 """Functions that change their first argument, though their names do not say so."""
 OPERATORS = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor)__")
 """Names of operators that change their first argument."""
@@ -123,7 +123,8 @@ class Unbound(nn.Parameter):
         _check_trains_elsewhere(function, args)
         for target in _targets(function, args, kwargs):
             raise UnsupportedModelError(
-                f"the weight {target.full_name} is changed where it is not bound, which would change nothing. {REMEDY}"
+                f"the weight {target.full_name} is changed where it is not bound, which would change nothing. "
+                f"{WEIGHT_CHANGE_REMEDY}"
             )
 
         # Refused before it runs, since torch may read from address 0. One of the arguments is such a parameter, else
@@ -267,7 +268,7 @@ def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
     has_underscore = name.endswith("_") and not name.endswith("__")
     is_in_place = has_underscore and name not in KEEPING
     written: tuple[Any, ...] = ()
-    if is_in_place or OPERATORS.fullmatch(name) or function in CHANGES:
+    if is_in_place or OPERATORS.fullmatch(name) or function in IN_PLACE_FUNCTIONS:
         # The first argument may be given by its name, and then comes first among those.
         given = args or tuple(kwargs.values())
         written = given[:1]

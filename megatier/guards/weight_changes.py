@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from megatier.errors import UnsupportedModelError
 from megatier.readback import on_host
 
-REMEDY = (
+WEIGHT_CHANGE_REMEDY = (
     "megatier's weights change by the optimizer alone, so this model cannot be streamed as it is: switch that off in "
     "its config, as by rescale_every: 0 for RWKV."
 )
@@ -71,14 +71,16 @@ def check_evaluates(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         rescales = hasattr(module, "layers_are_rescaled") and model.config.rescale_every > 0
         if rescales:
-            raise UnsupportedModelError(f"{name} would change weights in place in an evaluation. {REMEDY}")
+            raise UnsupportedModelError(
+                f"{name} would change weights in place in an evaluation. {WEIGHT_CHANGE_REMEDY}"
+            )
 
 
 def changed_weight_error(module_name: str, name: str) -> UnsupportedModelError:
     """Make the error of a module whose forward changes a weight, or in which somebody has put another one."""
     return UnsupportedModelError(
         f"{module_name} changes the weight {name} in its forward, or something else has put another tensor in its "
-        f"place. {REMEDY}"
+        f"place. {WEIGHT_CHANGE_REMEDY}"
     )
 
 

@@ -11,7 +11,7 @@ from megatier.forecast.jobs import HOST_SECONDS
 from megatier.planner.trial import Trial
 from megatier.schedule.placement import Placement
 
-HIDDEN = 1.05
+HIDDEN_RATIO = 1.05
 """A step counts as bound by compute while it takes at most this many times as long as compute."""
 TIMES_MAX = 4096
 """Most times the present tokens that are tried for N*."""
@@ -55,7 +55,7 @@ def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
 
     def is_hidden(times: float) -> bool:
         tried = trial.with_tokens(times)
-        return tried.forecast(placement).seconds <= HIDDEN * (tried.compute_seconds + HOST_SECONDS)
+        return tried.forecast(placement).seconds <= HIDDEN_RATIO * (tried.compute_seconds + HOST_SECONDS)
 
     times = 1.0
     while not is_hidden(times):

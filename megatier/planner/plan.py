@@ -35,7 +35,7 @@ from megatier.tier import Kind, Tier
 from megatier.trace.events import STEP, TraceEvent
 
 SECONDS_PER_DAY = 86_400
-GENERATIONS = {
+GENERATION_USES = {
     "1: updates in place": (1, False),
     "2: updates in the backward": (2, False),
     "2: savepoints": (2, True),
@@ -365,7 +365,7 @@ def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
 
     # The bytes are for the user to compare with a drive, so a drive that is too small refuses none of them.
     budgets = replace(trial.budgets, nvme=UNLIMITED)
-    for use, (count, saves) in GENERATIONS.items():
+    for use, (count, saves) in GENERATION_USES.items():
         policy = replace(work.policy, generations=count, savepoints=saves)
         with contextlib.suppress(PlanError):
             tried = place(work.specs, budgets, policy)

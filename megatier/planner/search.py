@@ -25,13 +25,13 @@ from megatier.schedule.placement import Placement
 from megatier.setup.setup import Setup
 from megatier.tier import Activations
 
-GROUPS = (1, 2, 4, 8)
+GROUPS_TRIED = (1, 2, 4, 8)
 """Groups of each rank."""
-SLICES = (1, 2, 4, 8)
+SLICES_TRIED = (1, 2, 4, 8)
 """Slices of a group."""
-POLICIES = tuple(policy.value for policy in Activations)
+POLICIES_TRIED = tuple(policy.value for policy in Activations)
 """Activation policies, the one that repeats least first."""
-SHARES = (0.8, 0.5, 0.15, 0.0)
+SHARES_TRIED = (0.8, 0.5, 0.15, 0.0)
 """Saved shares. 0 goes with the policies that save only a layer's input, the others go with `keep`."""
 KEPT_ATTENTION = "train.kept_attention"
 TILE = "model.tile_tokens"
@@ -40,9 +40,9 @@ TILE_TOKENS = 16_384
 WORTH_OF_TILES = 0.03
 """Share of a step that tiles must save to be chosen, if the run fits without them."""
 OFFLOAD_ATTENTION = "train.offload_attention"
-STREAMED = (0.0, 0.3, 0.5, 0.6)
+STREAMED_SHARES_TRIED = (0.0, 0.3, 0.5, 0.6)
 """Shares of the parameters at home in RAM whose units stream (`tiers.streamed_share`)."""
-GENERATIONS = (1, 2)
+GENERATIONS_TRIED = (1, 2)
 """Generations of units that spill. Two let updates run in the backward."""
 MARGIN = 0.06
 """Share of the GPU left free, because activations are estimated. No run to which they were fitted was further off."""
@@ -214,10 +214,10 @@ def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]:
     """
     config = setup.config
     kinds: dict[str, Sequence[Any]] = {
-        "train.groups": [count * setup.machine.world.num_ranks for count in GROUPS],
-        "train.slices": SLICES,
-        "train.activations": POLICIES,
-        "model.saved_share": SHARES,
+        "train.groups": [count * setup.machine.world.num_ranks for count in GROUPS_TRIED],
+        "train.slices": SLICES_TRIED,
+        "train.activations": POLICIES_TRIED,
+        "model.saved_share": SHARES_TRIED,
     }
     is_free = fixed.isdisjoint({"train.activations", "model.saved_share"})
     for settings in _combined(config, kinds, fixed):
@@ -231,7 +231,7 @@ def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]:
             continue
 
         # A layer that is not compiled saves all of its activations, whatever its share, so one share is enough.
-        if is_free and not setup.compiles and share not in (0, SHARES[0]):
+        if is_free and not setup.compiles and share not in (0, SHARES_TRIED[0]):
             continue
 
         # A compiled layer that saves more than its inputs keeps attention by its share, or runs its forward whole.
@@ -257,8 +257,8 @@ def _placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[Se
         fixed |= {"tiers.generations"}
 
     kinds = {
-        "tiers.streamed_share": STREAMED if streams else STREAMED[:1],
-        "tiers.generations": GENERATIONS if spills else GENERATIONS[:1],
+        "tiers.streamed_share": STREAMED_SHARES_TRIED if streams else STREAMED_SHARES_TRIED[:1],
+        "tiers.generations": GENERATIONS_TRIED if spills else GENERATIONS_TRIED[:1],
     }
     return _combined(config, kinds, fixed)
 

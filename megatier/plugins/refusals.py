@@ -10,7 +10,7 @@ from megatier.errors import ConfigError
 from megatier.foreign import shown
 from megatier.integrations.loop_settings import read_tiers, refuse_unknown
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
-from megatier.trainer_guards.arguments import ADAMW, check_stream_kwargs, refuse_any
+from megatier.trainer_guards.arguments import ADAMW_NAMES, check_stream_kwargs, refuse_any
 from megatier.trainer_guards.fields import by_name
 
 SECTION = "megatier"
@@ -103,7 +103,7 @@ def check_axolotl(given: Mapping[str, Any]) -> None:
     others = [name for name in given.get("plugins") or () if not name.startswith("megatier.")]
     refuse_any(
         (adapter not in (None, "lora"), f"adapter is {adapter}: use lora, or none."),
-        (optimizer not in ADAMW, f"optimizer: {optimizer} {OPTIMISES}"),
+        (optimizer not in ADAMW_NAMES, f"optimizer: {optimizer} {OPTIMISES}"),
         (parallel, f"{''.join(parallel[:1])}: {PLACES}"),
         (others, f"plugins: {''.join(others[:1])} may change the model or its trainer: leave it out."),
     )
@@ -128,7 +128,7 @@ def check_llama_factory(given: Mapping[str, Any]) -> None:
     refuse_any(
         (stage not in STAGES, f"stage is {stage}: {OBJECTIVE}"),
         (method not in ("full", "freeze", "lora"), f"finetuning_type is {method}: use full, freeze or lora."),
-        (optimizer not in ADAMW, f"optim: {optimizer} {OPTIMISES}"),
+        (optimizer not in ADAMW_NAMES, f"optim: {optimizer} {OPTIMISES}"),
         (not given.get("do_train"), "do_train is not true, and only training is streamed."),
     )
 

@@ -261,7 +261,7 @@ def read_what_there_is(path: Path) -> History:
 
 
 def _read(kind: type[T], record: Record, **made: Any) -> T:  # noqa: ANN401 - fields of any type
-    """Return a record of a kind: each field as `READERS` reads its type, or its default if the file has none.
+    """Return a record of a kind: each field as `FIELD_READERS` reads its type, or its default if the file has none.
 
     This and what follows raises what `History.add` does.
 
@@ -276,7 +276,7 @@ def _read(kind: type[T], record: Record, **made: Any) -> T:  # noqa: ANN401 - fi
         # A field that was not measured is None, and its default says the same.
         value = record.get(name)
         if value is not None:
-            read = READERS[types[name]]
+            read = FIELD_READERS[types[name]]
             fields[name] = read(value)
     return kind(**fields)
 
@@ -343,7 +343,7 @@ def _homes(record: Record) -> dict[str, dict[str, str]]:
     return {unit: {kind: _text(tier) for kind, tier in kinds.items()} for unit, kinds in record.items()}
 
 
-READERS: dict[Any, Callable[[Any], object]] = {
+FIELD_READERS: dict[Any, Callable[[Any], object]] = {
     int: _count,
     float: _figure,
     str: _text,

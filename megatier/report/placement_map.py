@@ -25,7 +25,7 @@ UNIT_NAME_MAX = 18
 """Characters of a unit's name."""
 LETTER_HEIGHT = 5.5
 """Pixels that a letter of a slanted name goes down, at most."""
-KINDS = (*map(str, STATE_KINDS), str(Kind.GRAD))
+KINDS_SHOWN = (*map(str, STATE_KINDS), str(Kind.GRAD))
 MEANINGS = {"gpu": "gpu", "ram": "ram", "nvme": "nvme", "slot": "in a slot until its update"}
 """Meanings of the colours, by class."""
 
@@ -34,7 +34,7 @@ def draw(opening: RunStart) -> str:
     """Return the map with its legend."""
     homes_of = opening.homes
     used_kinds = set().union(*homes_of.values())
-    kinds = [kind for kind in KINDS if kind in used_kinds]
+    kinds = [kind for kind in KINDS_SHOWN if kind in used_kinds]
     bottom = TOP + ROW * len(kinds)
     width = min(CELL_WIDTH_MAX, (WIDTH - LEFT) / max(len(homes_of), 1))
 

@@ -36,9 +36,9 @@ WRITE = "#ee8a22"
 MIXED = "#5b6470"
 INSIDE = "#1f2933"
 FLAG = "#d00000"
-TO_GPU = "#2f6fb5"
-TO_RAM = "#ee8a22"
-UPDATE = "#2f9e55"
+TO_GPU_COLOUR = "#2f6fb5"
+TO_RAM_COLOUR = "#ee8a22"
+UPDATE_COLOUR = "#2f9e55"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,7 @@ def _drive_bars(drive: DriveFigures) -> list[Bar]:
 
 def _copy_bars(links: LinkFigures) -> list[Bar]:
     # The rates of each GPU are those to it and those to RAM, in turn.
-    colours = itertools.cycle((TO_GPU, TO_RAM))
+    colours = itertools.cycle((TO_GPU_COLOUR, TO_RAM_COLOUR))
     return [_compared(*rates, colour) for rates, colour in zip(links.copy_rates, colours, strict=False)]
 
 
@@ -124,7 +124,7 @@ def _update_bars(links: LinkFigures) -> list[Bar]:
         name = f"{update.threads} thread"
         if update.threads > 1:
             name += "s"
-        bars.append(_compared(name, update.parameters_per_s, update.shared_parameters_per_s, UPDATE))
+        bars.append(_compared(name, update.parameters_per_s, update.shared_parameters_per_s, UPDATE_COLOUR))
     return bars
 
 

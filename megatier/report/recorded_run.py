@@ -15,7 +15,7 @@ from megatier.report.metrics import format_count, format_seconds
 from megatier.report.svg import Point
 from megatier.trace.events import ByName, TraceEvent
 
-SMOOTHING = 0.9
+LINE_SMOOTHING = 0.9
 """Weight of a point in a smoothed line, against that of the next one."""
 
 NO_STEP = "No step is on file yet."
@@ -99,14 +99,14 @@ class RecordedRun:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Return the running mean of points, in which each one counts `SMOOTHING` times as much as the next."""
+    """Return the running mean of points, in which each one counts `LINE_SMOOTHING` times as much as the next."""
     means = []
     total = 0.0
     count = 0.0
     for step, value in points:
         if math.isfinite(value):
-            total = SMOOTHING * total + value
-            count = SMOOTHING * count + 1.0
+            total = LINE_SMOOTHING * total + value
+            count = LINE_SMOOTHING * count + 1.0
 
         # Divided by the weights so far, so that the line does not begin near 0.
         means.append((step, total / count if count else math.nan))

@@ -21,7 +21,7 @@ from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierSta
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.panel import WIDTH, Course, images_a_second, panel, tokens_a_second
 
-SMOOTHING = 0.9
+SPEED_SMOOTHING = 0.9
 """Weight of the past in seconds per step, from which the time left follows."""
 
 REDRAW_SECONDS = 0.1
@@ -77,7 +77,7 @@ class Progress:
         self._compile_seconds += report.compile_seconds
 
         # The first step of a process learns the order of units, so its time says little about the next one.
-        past = SMOOTHING if self._num_reports > 2 else 0.0
+        past = SPEED_SMOOTHING if self._num_reports > 2 else 0.0
         self._seconds_per_step = past * self._seconds_per_step + (1 - past) * report.seconds
         steps_left = self._num_steps - report.step
         seconds_left = self._seconds_per_step * steps_left

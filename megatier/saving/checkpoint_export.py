@@ -40,7 +40,7 @@ from megatier.models.weights import TensorReader
 from megatier.report.console import say
 from megatier.report.history import read_what_there_is
 from megatier.saving.model_folder import SHARD_BYTES, write_model
-from megatier.saving.origin import UNKNOWN, check_origin, differences, exported, origin_of
+from megatier.saving.origin import UNKNOWN_ORIGIN, check_origin, differences, exported, origin_of
 from megatier.session.rank_shards import Read
 from megatier.setup.skeleton import open_base, open_model
 
@@ -150,7 +150,7 @@ def _remark(console: Console, path: Path, source: ExportSource) -> None:
     if not is_bound(source.path):
         say(console, UNBOUND.format(source.path.name))
     if not state.origin:
-        say(console, UNKNOWN.format(source.path.name))
+        say(console, UNKNOWN_ORIGIN.format(source.path.name))
 
     is_best = source.config.output.load_best_model_at_end and state.best.step == state.step
     _mention_later_steps(console, path, state.step, is_best=is_best)

@@ -31,11 +31,13 @@ COMPUTED = "computed buffer"
 machine."""
 LIBRARY = "library of images"
 """Begins the name of a library that makes pixels: another version may make others of the same image."""
-UNKNOWN = "{} was written by an older version: changes of config.json, buffers or tokenizer since then are not found"
+UNKNOWN_ORIGIN = (
+    "{} was written by an older version: changes of config.json, buffers or tokenizer since then are not found"
+)
 """The warning of a run or an export that goes on from a version without such a note."""
 TEXT_CHARACTERS_MAX = 100
 """Characters of a value that is noted as it is; a longer one is noted by its checksum."""
-FREE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+UNREAD_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 """Settings of a model's config that no run reads: its name, and the classes and types that other programs load it
 with."""
 
@@ -137,7 +139,7 @@ def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
     for key, value in settings.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{above}{key}.")
-        elif key not in FREE:
+        elif key not in UNREAD_SETTINGS:
             yield f"{above}{key}", value
 
 

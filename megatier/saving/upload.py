@@ -17,7 +17,7 @@ from megatier.errors import ConfigError, UploadError
 from megatier.foreign import reason_of
 from megatier.report.console import say
 
-REFUSED = (401, 403)
+REFUSED_STATUSES = (401, 403)
 """What the hub answers to a token that it does not take."""
 
 
@@ -42,7 +42,7 @@ def check_login(console: Console, setting: str) -> None:
     except OfflineModeIsEnabled as error:
         raise ConfigError(f"{setting}: HF_HUB_OFFLINE is set. Unset it, or upload later by `hf upload`.") from error
     except HfHubHTTPError as error:
-        if error.response.status_code in REFUSED:
+        if error.response.status_code in REFUSED_STATUSES:
             raise ConfigError(
                 f"{setting}: the hub does not take this token ({reason_of(error)}). Run `hf auth login` again."
             ) from error

@@ -17,10 +17,10 @@ from megatier.guards.prefix import is_cache
 from megatier.session.held import HeldWeights
 from megatier.session.session import Session
 
-LOG = logging.getLogger("megatier")
-TO_GPU = ("ram_to_gpu", "nvme_to_gpu")
+GENERATION_LOG = logging.getLogger("megatier")
+QUEUES_TO_GPU = ("ram_to_gpu", "nvme_to_gpu")
 """Queues that bring weights to the GPU."""
-FROM_DRIVES = ("nvme_to_ram", "nvme_to_gpu")
+QUEUES_FROM_DRIVES = ("nvme_to_ram", "nvme_to_gpu")
 """Queues that read them from drives."""
 TOLD_FROM = 3
 """The forwards after which it is known what a token moves: the first two read the prompt, and take what is held."""
@@ -78,7 +78,9 @@ def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any
                     raise
 
             # Not in the handler: until it ends, the error's frames keep what was made of the text, such as its cache.
-            LOG.warning("generation: GPU memory ran out while weights were held there, so from now on they stream.")
+            GENERATION_LOG.warning(
+                "generation: GPU memory ran out while weights were held there, so from now on they stream."
+            )
             held.refuse()
             rewind()
             return generate_once(*args, **kwargs)
@@ -119,12 +121,12 @@ def _log(moved: Counter[str], held_bytes: int, *, is_alone: bool) -> None:
         held_bytes: bytes of weights that are held on the GPU while a text is generated.
         is_alone: whether there are no other ranks, so that weights may be held.
     """
-    to_gpu = sum(moved[queue] for queue in TO_GPU)
+    to_gpu = sum(moved[queue] for queue in QUEUES_TO_GPU)
     if not to_gpu and not held_bytes:
-        LOG.info("generation: all weights are at home on the GPU, so a token moves none.")
+        GENERATION_LOG.info("generation: all weights are at home on the GPU, so a token moves none.")
         return
     if not to_gpu:
-        LOG.info(
+        GENERATION_LOG.info(
             "generation: all weights are resident on the GPU, so a token moves none. Its free memory holds those that "
             "are not at home there, %s, while a text is generated.",
             mib(held_bytes),
@@ -134,9 +136,9 @@ def _log(moved: Counter[str], held_bytes: int, *, is_alone: bool) -> None:
         f"Its free memory holds {mib(held_bytes)} more; a smaller batch or a lower tiers.gpu leaves it more room, and "
         "Streamed.lends_memory gives it that of training."
     )
-    LOG.warning(
+    GENERATION_LOG.warning(
         "generation streams: each token moves %s of weights to the GPU, and reads %s from drives. %s",
         mib(to_gpu),
-        mib(sum(moved[queue] for queue in FROM_DRIVES)),
+        mib(sum(moved[queue] for queue in QUEUES_FROM_DRIVES)),
         remedy if is_alone else "Several ranks hold none, unless they lend memory (Streamed.lends_memory).",
     )

@@ -35,7 +35,7 @@ from megatier.session.ram_weights import RamWeights
 from megatier.session.session import Session
 from megatier.tier import Phase
 
-PASS = "weights"
+HUB_PASS = "weights"
 """The name of the pass that visits all units."""
 
 
@@ -143,7 +143,7 @@ class _Pass:
 
     def begin(self) -> None:
         """Begin the pass."""
-        self._player.begin(PASS)
+        self._player.begin(HUB_PASS)
 
     def enter(self, unit: str) -> WeightUse:
         """Return the weights of a unit."""

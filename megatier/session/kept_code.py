@@ -13,7 +13,7 @@ from megatier.private import make_private
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """torch's own setting. torch sets it too, to its default, as soon as its compiler is imported."""
-FOLDER = "compiled"
+CODE_FOLDER = "compiled"
 """The folder among this user's caches. torch's default lies in `/tmp`, which many machines empty when they start."""
 
 
@@ -27,7 +27,7 @@ def keep_code() -> None:
     if os.environ.get(VARIABLE) not in (None, default_cache_dir()):
         return
     try:
-        directory = cache_directory().absolute() / FOLDER
+        directory = cache_directory().absolute() / CODE_FOLDER
         make_private(directory)
     except (ConfigError, RuntimeError) as error:
         warn(f"compiled code may have to be compiled again in each process: {error} Or set {VARIABLE}.")

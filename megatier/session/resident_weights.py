@@ -30,7 +30,7 @@ from megatier.setup.machine import free_gpu_bytes
 from megatier.store.copies import POISON
 from megatier.tier import Kind, Phase, Tier
 
-PASS = "hold"
+HOLD_PASS = "hold"
 """The name of the pass that visits all units."""
 
 
@@ -161,7 +161,7 @@ class ResidentWeights:
 
     def _fill_by_pass(self, units: list[str]) -> None:
         """Copy weights of units as a forward uses them: they come ahead of use, from all tiers and ranks."""
-        self._player.begin(PASS)
+        self._player.begin(HOLD_PASS)
         try:
             for unit in units:
                 use = self._source.enter(unit, Phase.FORWARD, 0)

@@ -44,7 +44,7 @@ MEASURED: dict[int, dict[str, dict[Phase, tuple[tuple[int, float], ...]]]] = {
 }
 """FLOPs a second by elements of a head, kernel and phase, at some tokens of a sequence. `sdpa` is the deterministic
 flash kernel. Heads of 64 at 32,768 tokens were measured on an H100, which was within 4 % of the H200 at 8,192."""
-PRODUCTS = 590e12
+PRODUCT_FLOPS_PER_S = 590e12
 """FLOPs a second of the products of a layer on the same GPU."""
 HOPPER = (9, 0)
 """Compute capability of the GPUs on which the kernels were measured."""
@@ -135,19 +135,19 @@ def efficiency(kernel: str, head_size: int, tokens: int, phase: Phase, capabilit
     points = kernels.get(kernel, kernels[SDPA])[phase]
     shortest, first_rate = points[0]
     if tokens <= shortest:
-        return first_rate / PRODUCTS
+        return first_rate / PRODUCT_FLOPS_PER_S
 
     # Lengths that were measured are multiples of each other, so in between the logarithm counts.
     for (low, low_rate), (high, high_rate) in pairwise(points):
         if tokens <= high:
             share = math.log(tokens / low) / math.log(high / low)
             rate = low_rate + share * (high_rate - low_rate)
-            return rate / PRODUCTS
+            return rate / PRODUCT_FLOPS_PER_S
     _, last_rate = points[-1]
-    return last_rate / PRODUCTS
+    return last_rate / PRODUCT_FLOPS_PER_S
 
 
 def _seconds_per_flop(kernel: str, attention: Attention) -> float:
     """Return the seconds of forward and backward for each FLOP of the forward, on the GPU that was measured."""
     forward, backward = (efficiency(kernel, attention.head_size, attention.tokens, phase) for phase in Phase)
-    return (1 / forward + BACKWARD / backward) / PRODUCTS
+    return (1 / forward + BACKWARD / backward) / PRODUCT_FLOPS_PER_S

@@ -32,7 +32,7 @@ from megatier.report.console import say
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_count, format_seconds
 from megatier.report.report import WorkBar
-from megatier.saving.origin import UNKNOWN, Origin, check_origin, differences
+from megatier.saving.origin import UNKNOWN_ORIGIN, Origin, check_origin, differences
 from megatier.session.session import Session
 from megatier.setup.setup import Setup
 
@@ -145,7 +145,7 @@ class Start:
             before = self.state.origin
             source = f"step {self.step} of {self.directory}"
         if not before:
-            say(console, UNKNOWN.format(source))
+            say(console, UNKNOWN_ORIGIN.format(source))
 
         changes = differences(before, now)
         accepted = set(changes) if self.accepts_changes else self._accepted_before

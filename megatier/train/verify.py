@@ -38,7 +38,7 @@ SEQUENCES = 4
 """The sequences of each group."""
 SEQUENCE_LENGTH = 32
 """The tokens of each sequence."""
-MODEL: dict[str, Any] = {
+TINY_MODEL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 128,
@@ -229,7 +229,7 @@ def _run(
 
     # A config has what a host has in all, and the table above what each rank is to get.
     on_host = 1 if ranks is None else ranks.local_size
-    model = build_skeleton(AutoConfig.for_model(**MODEL), "sdpa")
+    model = build_skeleton(AutoConfig.for_model(**TINY_MODEL), "sdpa")
     tiers = TiersConfig(
         device=device,  # type: ignore[arg-type]
         gpu=gpu,
@@ -246,7 +246,7 @@ def _run(
     numerics = NumericsConfig(guard=mode.clip is not None, products=mode.products)  # type: ignore[arg-type]
     data = replace(OF_LOOP, sequence_length=SEQUENCE_LENGTH)
     config = RunConfig(
-        model=ModelConfig(config=MODEL),
+        model=ModelConfig(config=TINY_MODEL),
         data=data,
         tiers=tiers,
         train=train,

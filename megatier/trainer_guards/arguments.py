@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from megatier.errors import ConfigError
 from megatier.guards.unbound_weights import Unbound
-from megatier.trainer_guards.fields import COMPILES, PLACES, REFUSED, check_fields
+from megatier.trainer_guards.fields import PLACEMENT_REMEDY, REFUSED_FIELDS, TORCH_COMPILE_REMEDY, check_fields
 
 FROM_THE_TRAINER = {
     "tiers": "give tiers to the trainer.",
@@ -22,7 +22,7 @@ FROM_THE_TRAINER = {
     ),
 }
 """Arguments of `megatier.stream` that a trainer gives itself if it opens a model, and where they are given."""
-ADAMW = ("adamw_torch", "adamw_torch_fused")
+ADAMW_NAMES = ("adamw_torch", "adamw_torch_fused")
 """Names that the Trainer has for AdamW with moments in fp32, which a streamed model has in the place of torch's."""
 
 
@@ -169,7 +169,7 @@ def check_training_arguments(
         ),
         other_accumulation("gradient_accumulation_steps", args.gradient_accumulation_steps, accumulation_steps),
         (
-            optimizer not in ADAMW,
+            optimizer not in ADAMW_NAMES,
             f"optim is {optimizer}; a streamed model has AdamW, or what megatier.stream was given as optimizer and "
             "moments: leave optim out.",
         ),
@@ -199,11 +199,11 @@ def check_accelerator(accelerator: Any) -> None:  # noqa: ANN401 - accelerate's
     refuse_any(
         (
             getattr(state, "deepspeed_plugin", None) is not None or getattr(state, "fsdp_plugin", None) is not None,
-            f"accelerate was configured for it: {PLACES}",
+            f"accelerate was configured for it: {PLACEMENT_REMEDY}",
         ),
         (
             getattr(accelerator, "parallelism_config", None) is not None,
-            f"accelerate was configured for it: {REFUSED['parallelism_config']}",
+            f"accelerate was configured for it: {REFUSED_FIELDS['parallelism_config']}",
         ),
         (
             accelerator.mixed_precision not in ("no", "bf16"),
@@ -212,6 +212,6 @@ def check_accelerator(accelerator: Any) -> None:  # noqa: ANN401 - accelerate's
         ),
         (
             str(getattr(state.dynamo_plugin.backend, "value", "NO")).upper() != "NO",
-            f"accelerate was configured to compile: {COMPILES}",
+            f"accelerate was configured to compile: {TORCH_COMPILE_REMEDY}",
         ),
     )

@@ -11,7 +11,7 @@ from typing import Any
 from megatier.errors import ConfigError
 from megatier.trainer_guards.trl_fields import TRL_FOLLOWED, TRL_REFUSED, TRL_WITHOUT_EFFECT
 
-FOLLOWED: Mapping[str, str] = {
+FOLLOWED_FIELDS: Mapping[str, str] = {
     "given to the streamed model's optimizer, or to the schedule over it": """
         learning_rate adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm
         lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio
@@ -55,7 +55,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "for scripts, which the Trainer does not read": "do_train do_eval do_predict resume_from_checkpoint local_rank",
 }
 """Fields that change nothing over a streamed model, by the reason why."""
-CHECKED = frozenset(
+CHECKED_FIELDS = frozenset(
     (
         "accelerator_config",
         "auto_find_batch_size",
@@ -70,23 +70,25 @@ CHECKED = frozenset(
     )
 )
 """Fields of which some values are refused (`check_training_arguments`), and all others followed."""
-PLACES = (
+PLACEMENT_REMEDY = (
     "fsdp and deepspeed place the weights, which megatier does here: leave them out. Under torchrun the "
     "processes share the state by themselves."
 )
-COMPILES = "torch_compile does not know streamed weights: leave it out, and pass compile=True to megatier.stream."
-REFUSED: Mapping[str, str] = {
-    "fsdp": PLACES,
-    "deepspeed": PLACES,
+TORCH_COMPILE_REMEDY = (
+    "torch_compile does not know streamed weights: leave it out, and pass compile=True to megatier.stream."
+)
+REFUSED_FIELDS: Mapping[str, str] = {
+    "fsdp": PLACEMENT_REMEDY,
+    "deepspeed": PLACEMENT_REMEDY,
     "parallelism_config": (
         "parallelism_config cuts the model over processes, and those of a streamed model share its state by "
         "themselves: leave it out, and start them by torchrun."
     ),
     "fp16": "fp16 scales the loss, and the norm with it; train in bf16 (compute_dtype) instead.",
     "fp16_full_eval": "fp16_full_eval casts the weights, which stay on megatier's tiers: leave it out.",
-    "torch_compile": COMPILES,
-    "torch_compile_backend": COMPILES,
-    "torch_compile_mode": COMPILES,
+    "torch_compile": TORCH_COMPILE_REMEDY,
+    "torch_compile_backend": TORCH_COMPILE_REMEDY,
+    "torch_compile_mode": TORCH_COMPILE_REMEDY,
     "use_liger_kernel": (
         "use_liger_kernel puts other forwards into the model, which use weights outside of their modules: leave it "
         "out; megatier.stream has head and loss in one by itself (fused_loss)."
@@ -104,14 +106,14 @@ def by_name(table: Mapping[str, str]) -> dict[str, str]:
     return {name: why for why, names in table.items() for name in names.split()}
 
 
-KNOWN = (
-    frozenset().union(*map(by_name, (FOLLOWED, WITHOUT_EFFECT, TRL_FOLLOWED, TRL_WITHOUT_EFFECT)))
-    | CHECKED
-    | REFUSED.keys()
+KNOWN_FIELDS = (
+    frozenset().union(*map(by_name, (FOLLOWED_FIELDS, WITHOUT_EFFECT, TRL_FOLLOWED, TRL_WITHOUT_EFFECT)))
+    | CHECKED_FIELDS
+    | REFUSED_FIELDS.keys()
     | TRL_REFUSED.keys()
 )
 """All fields whose effect on a streamed model is known."""
-WATCHED = tuple(sorted(CHECKED | REFUSED.keys()))
+WATCHED = tuple(sorted(CHECKED_FIELDS | REFUSED_FIELDS.keys()))
 """Those that are looked at again when they change."""
 
 
@@ -124,7 +126,7 @@ def check_fields(args: Any) -> None:  # noqa: ANN401 - TrainingArguments, or tho
     Raises:
         ConfigError: names the first one, and what to set instead.
     """
-    for name, message in (*REFUSED.items(), *TRL_REFUSED.items()):
+    for name, message in (*REFUSED_FIELDS.items(), *TRL_REFUSED.items()):
         # No class has all of these fields, and None asks for nothing.
         if getattr(args, name, None):
             raise ConfigError(message)
@@ -142,7 +144,7 @@ def _unknown(args: Any) -> Iterable[str]:  # noqa: ANN401
     """Return the fields that are not known, and differ from their defaults."""
     for field in dataclasses.fields(args):
         # Names are compared with a table, so that a new release of transformers is noticed field by field.
-        if field.name in KNOWN:
+        if field.name in KNOWN_FIELDS:
             continue
 
         # A script's own class of arguments may have more fields, which no trainer reads.

@@ -8,7 +8,7 @@ from typing import Any
 from megatier.errors import ConfigError
 from megatier.foreign import shown
 
-DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+COMPUTE_DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16"}
 """Names of dtypes, and the compute dtypes that they stand for."""
 ASKS_NOTHING: Mapping[str, tuple[object, ...]] = {
     "dtype": ("auto",),
@@ -42,7 +42,7 @@ def read_init_kwargs(given: Mapping[str, Any], stream_kwargs: Mapping[str, Any])
     asked: dict[str, Any] = {}
     for name, value in given.items():
         # Either one of torch, or its name.
-        dtype = DTYPES.get(str(value).removeprefix("torch.")) if name in ("dtype", "torch_dtype") else None
+        dtype = COMPUTE_DTYPE_NAMES.get(str(value).removeprefix("torch.")) if name in ("dtype", "torch_dtype") else None
         if value is None or any(value is one or value == one for one in ASKS_NOTHING.get(name, ())):
             continue
         if dtype is not None:

@@ -26,9 +26,9 @@ get_total_train_batch_size get_tp_size get_train_dataloader init_hf_repo is_loca
 is_world_process_zero log log_metrics metrics_format num_examples pop_callback predict prediction_step push_to_hub
 remove_callback save_metrics save_state set_initial_training_values store_flos train
 """
-FOLLOWED = frozenset(CALLED_ALIKE.split())
+FOLLOWED_METHODS = frozenset(CALLED_ALIKE.split())
 """Those that are called as by the plain Trainer, wherever the class stands."""
-REPLACED = frozenset(
+REPLACED_METHODS = frozenset(
     (
         "_clip_grad_norm",
         "_get_grad_norm",
@@ -51,7 +51,7 @@ UNCALLED = frozenset(
     ("_has_mixed_mesh_grads", "_issue_warnings_after_load", "_mixed_mesh_grad_norm", "get_optimizer_cls_and_kwargs")
 )
 """Those that nobody calls over a streamed model, which has its own optimizer, norm and files: none is overridden."""
-KNOWN = FOLLOWED | REPLACED | EXTENDED | EXTENDED_BY_RANKS | COMPARED | UNCALLED
+KNOWN_METHODS = FOLLOWED_METHODS | REPLACED_METHODS | EXTENDED | EXTENDED_BY_RANKS | COMPARED | UNCALLED
 
 
 def check_overrides(kind: type, mixin: type, num_ranks: int) -> None:
@@ -66,16 +66,16 @@ def check_overrides(kind: type, mixin: type, num_ranks: int) -> None:
         ConfigError: names the first one, and what to do instead.
     """
     # The methods in whose place the mixin has its own work only if an override of them calls super's.
-    needed = REPLACED | EXTENDED | (EXTENDED_BY_RANKS if num_ranks > 1 else frozenset())
+    needed = REPLACED_METHODS | EXTENDED | (EXTENDED_BY_RANKS if num_ranks > 1 else frozenset())
     for owner, name, is_before in _overrides(kind, mixin):
         place = f"{owner.__name__}.{name}"
-        if name not in KNOWN:
+        if name not in KNOWN_METHODS:
             warnings.warn(
                 f"{place} overrides a method of the Trainer that megatier does not know, so it may not be called over "
                 "a streamed model, or not do there what it does over another one.",
                 stacklevel=4,
             )
-        elif name in UNCALLED or (name in REPLACED and not is_before):
+        elif name in UNCALLED or (name in REPLACED_METHODS and not is_before):
             way = "" if name in UNCALLED else f", or override it in a class before {mixin.__name__}, and call super's"
             raise ConfigError(
                 f"{place} would not be called: a streamed model has its own optimizer, norm and files. Leave it out"

@@ -141,7 +141,8 @@ TRIALS: dict[str, tuple[Harm, str]] = {
     ),
     "missing manifest": (
         lambda last, _: rewrite(
-            last / "zarr.json", {"attributes": {"megatier": {"format": checkpoint.FORMAT, "state": {"step": 2}}}}
+            last / "zarr.json",
+            {"attributes": {"megatier": {"format": checkpoint.CHECKPOINT_FORMAT, "state": {"step": 2}}}},
         ),
         r"zarr\.json is damaged: it has no manifest",
     ),

@@ -251,7 +251,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_digest(stored: dict[str, Any]) -> dict[str, Any]:
     """A manifest that somebody changed who knows how to make its digest fit."""
-    found = {name: stored[name] for name in savepoint.FIELDS[stored["format"]]}
+    found = {name: stored[name] for name in savepoint.SAVEPOINT_FIELDS[stored["format"]]}
     return {**stored, "digest": digest_of(found)}
 
 

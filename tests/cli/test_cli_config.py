@@ -14,7 +14,7 @@ from megatier import hardware
 from megatier.cli import config, main
 from megatier.config import file as config_file
 from megatier.config import text as config_text
-from megatier.config.schema import SECTIONS
+from megatier.config.schema import CONFIG_SECTIONS
 from megatier.config.values import parse_bytes
 from megatier.measure.probe import cache_rates
 from megatier.schedule.drive_rates import DriveRates
@@ -62,7 +62,7 @@ def test_config_show_is_the_same_config_again(
     assert (now.tiers.gpu, now.tiers.ram, now.tiers.nvme) == (was.tiers.gpu, was.tiers.ram, was.tiers.nvme)
     found = yaml.safe_load(again.read_text())
     assert {name: list(keys) for name, keys in found.items()} == {
-        name: list(section.__dataclass_fields__) for name, section in SECTIONS.items()
+        name: list(section.__dataclass_fields__) for name, section in CONFIG_SECTIONS.items()
     }
 
 

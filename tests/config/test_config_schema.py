@@ -11,7 +11,7 @@ import pytest
 
 from megatier.config.data_section import DataConfig
 from megatier.config.file import from_dict, load, load_saved, to_dict
-from megatier.config.schema import SECTIONS, ModelConfig, RunConfig, TiersConfig
+from megatier.config.schema import CONFIG_SECTIONS, ModelConfig, RunConfig, TiersConfig
 from megatier.config.section import field_docs
 from megatier.config.text import dump
 from megatier.config.values import MountBudget, parse_yaml
@@ -278,7 +278,7 @@ def test_load_comma_in_the_name_of_a_mount_is_refused_as_text_and_taken_in_a_lis
 
 
 def test_field_docs_every_setting_has_one() -> None:
-    for section in SECTIONS.values():
+    for section in CONFIG_SECTIONS.values():
         assert set(field_docs(section)) == set(section.__dataclass_fields__)
 
 

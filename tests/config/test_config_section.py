@@ -12,13 +12,13 @@ import pytest
 
 import megatier
 from megatier.config.lora import LoraConfig
-from megatier.config.schema import SECTIONS, RunConfig, TiersConfig, TrainConfig
+from megatier.config.schema import CONFIG_SECTIONS, RunConfig, TiersConfig, TrainConfig
 from megatier.config.section import field_docs
 from megatier.errors import ConfigError
 
 
 def test_help_of_a_section_explains_each_field() -> None:
-    for section in (*SECTIONS.values(), LoraConfig):
+    for section in (*CONFIG_SECTIONS.values(), LoraConfig):
         text = pydoc.plain(pydoc.render_doc(section))
         for key, doc in field_docs(section).items():
             assert f"{key}: {doc.split()[0]}" in text, (section, key)
@@ -36,7 +36,7 @@ def test_help_of_a_section_explains_each_field() -> None:
         (RunConfig, "traim", r"unknown setting traim; did you mean train\?"),
         *[
             (section, "lr", r"unknown setting .*lr; did you mean train\.learning_rate\?")
-            for section in SECTIONS.values()
+            for section in CONFIG_SECTIONS.values()
         ],
     ],
 )

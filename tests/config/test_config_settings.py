@@ -22,7 +22,7 @@ import megatier
 from megatier import TieredAdamW, TieredMuon
 from megatier.config.file import from_dict
 from megatier.config.lora import LoraConfig
-from megatier.config.schema import SECTIONS, TrainConfig
+from megatier.config.schema import CONFIG_SECTIONS, TrainConfig
 from megatier.config.values import ByteCount, check_setting, clip_of
 from megatier.errors import ConfigError
 from megatier.store.store import TieredStore
@@ -105,7 +105,7 @@ def fields() -> list[tuple[str, str]]:
     """Every numeric setting of a config, by section and name, and whether it may be None."""
     return [
         (name, key)
-        for name, section in SECTIONS.items()
+        for name, section in CONFIG_SECTIONS.items()
         for key, hint in get_type_hints(section, include_extras=True).items()
         if any(kind in NUMERIC for kind in (hint, *get_args(hint)))
         if get_origin(hint) is not tuple
@@ -150,10 +150,10 @@ def doors() -> dict[str, Callable[[Any], object]]:
 
 @pytest.mark.parametrize(("section", "name"), fields())
 def test_setting_of_a_config_that_is_no_number_is_refused_by_name(section: str, name: str) -> None:
-    hint = get_type_hints(SECTIONS[section])[name]
+    hint = get_type_hints(CONFIG_SECTIONS[section])[name]
     for value in (*NO_NUMBERS, *(() if NoneType in get_args(hint) else (None,))):
         with pytest.raises(ConfigError, match=rf"{section}\.{name}"):
-            SECTIONS[section](**{**NEEDED.get(section, {}), name: value})
+            CONFIG_SECTIONS[section](**{**NEEDED.get(section, {}), name: value})
 
 
 def test_setting_of_a_file_or_the_command_line_that_is_no_number_is_refused_by_name() -> None:

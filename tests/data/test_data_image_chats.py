@@ -16,7 +16,7 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data.image_chats import ImageChats
 from megatier.data.processor import Processor, load_processor
-from megatier.data.token_note import NOTE_FILE
+from megatier.data.token_note import TOKENS_NOTE_FILE
 from megatier.errors import DataError
 
 pytest.importorskip("PIL")
@@ -218,7 +218,7 @@ def test_bad_records_are_named_or_left_out_and_counted(made: Processor, tmp_path
         if words:
             with pytest.raises(DataError, match=rf"{number}\.jsonl, line 2: .*({words})"):
                 opened(made, folder, path)
-            assert not (folder / "run" / NOTE_FILE).exists()
+            assert not (folder / "run" / TOKENS_NOTE_FILE).exists()
     path = write(tmp_path / "all.jsonl", *bad[:3], record("a.png"))
     with opened(made, tmp_path, path, skip_bad=True) as found:
         assert (found.num_sequences, found.bad.count) == (1, 3)

@@ -101,7 +101,7 @@ def test_search_for_ranks_finds_what_trying_everything_finds() -> None:
     trials = searching._trials(elsewhere(config, rates, budgets, world=world, model=model), frozenset())
     fitted = [(settings, searching._fitted(trial)) for settings, trial in trials]
     assert {settings["train.groups"] for settings, _ in fitted} == {2, 4, 8}
-    assert {settings["tiers.streamed_share"] for settings, _ in fitted} == set(searching.STREAMED)
+    assert {settings["tiers.streamed_share"] for settings, _ in fitted} == set(searching.STREAMED_SHARES_TRIED)
     least = min(trial.forecast(trial.placed()).seconds for _, trial in fitted)
     choice = search(elsewhere(config, rates, budgets, world=world, model=model))
     assert least <= choice.seconds <= least / (1 - WORTH)

@@ -11,7 +11,7 @@ import pytest
 from megatier.measure.drive_probe import DriveFigures
 from megatier.measure.drive_traffic import Flow
 from megatier.measure.link_probe import CopyFigures, LinkFigures, UpdateFigures
-from megatier.report.probe_picture import INSIDE, LEFT, MIXED, PLOT, READ, UPDATE, WRITE, draw
+from megatier.report.probe_picture import INSIDE, LEFT, MIXED, PLOT, READ, UPDATE_COLOUR, WRITE, draw
 from megatier.report.svg import WIDTH
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -102,7 +102,7 @@ def test_draw_bars_are_as_long_as_rates() -> None:
     assert bars(svg, READ) == [1.0, 1.0], "a drive's reads; copies to the GPU"
     assert bars(svg, WRITE) == [0.5, 0.8], "a drive's writes; copies to RAM"
     assert bars(svg, MIXED) == [0.75]
-    assert bars(svg, UPDATE) == [0.5, 1.0]
+    assert bars(svg, UPDATE_COLOUR) == [0.5, 1.0]
     assert bars(svg, INSIDE) == [0.5, 0.4, 0.25, 0.5]
 
 

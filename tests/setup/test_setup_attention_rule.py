@@ -12,7 +12,7 @@ from megatier.setup.attention_rule import (
     HOPPER,
     MEASURED,
     OTHERS_TIMES,
-    PRODUCTS,
+    PRODUCT_FLOPS_PER_S,
     SDPA,
     TOKENS_FROM,
     Attention,
@@ -75,10 +75,10 @@ def test_efficiency_is_that_of_measured_lengths_and_lies_in_between(head_size: i
     points = MEASURED[head_size][kernel][phase]
     found = {tokens: efficiency(kernel, head_size, tokens, phase) for tokens in (16, 1024, 3000, 8192, 1 << 24)}
     assert [efficiency(kernel, head_size, tokens, phase) for tokens, _ in points] == [
-        rate / PRODUCTS for _, rate in points
+        rate / PRODUCT_FLOPS_PER_S for _, rate in points
     ]
     assert found[16] == found[1024]
-    assert found[1 << 24] == points[-1][1] / PRODUCTS
+    assert found[1 << 24] == points[-1][1] / PRODUCT_FLOPS_PER_S
     assert found[1024] < found[3000] < found[8192]
 
 

@@ -81,7 +81,7 @@ def test_verify_with_products_in_fp8_finds_every_placement_equal_and_other_numbe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A CPU multiplies FP8 numbers one by one, so the model is smaller, and so are the budgets of what is on all tiers.
-    monkeypatch.setattr(verify, "MODEL", {**verify.MODEL, "hidden_size": 64, "intermediate_size": 96})
+    monkeypatch.setattr(verify, "TINY_MODEL", {**verify.TINY_MODEL, "hidden_size": 64, "intermediate_size": 96})
     on_all = (("gpu", "ram", "nvme"), 3 << 18, 3 << 19, 0.0, 1)
     monkeypatch.setattr(verify, "PLACEMENTS", {**verify.PLACEMENTS, "gpu, ram and nvme": on_all})
     reports = [report_of(tmp_path, is_quick=True, products=products) for products in ("fp8", "bf16")]

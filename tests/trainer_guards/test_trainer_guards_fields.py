@@ -18,16 +18,16 @@ from transformers.training_args import OptimizerNames
 
 from megatier.config.schema import TiersConfig
 from megatier.errors import ConfigError
-from megatier.trainer_guards.fields import CHECKED, FOLLOWED, REFUSED, WITHOUT_EFFECT, check_fields
+from megatier.trainer_guards.fields import CHECKED_FIELDS, FOLLOWED_FIELDS, REFUSED_FIELDS, WITHOUT_EFFECT, check_fields
 from megatier.trainer_guards.trl_fields import TRL_FOLLOWED, TRL_REFUSED, TRL_WITHOUT_EFFECT
 
 pytest.importorskip("accelerate")
 
 from megatier.integrations.transformers_trainer import MegatierTrainer
-from megatier.trainer_guards.arguments import ADAMW, accumulation_of, check_training_arguments
+from megatier.trainer_guards.arguments import ADAMW_NAMES, accumulation_of, check_training_arguments
 
 TIERS = TiersConfig(device="cpu", gpu=1 << 20, ram=8 << 20, update_threads=2, io_threads=2)
-TABLES = [*FOLLOWED.values(), *WITHOUT_EFFECT.values(), " ".join(CHECKED), " ".join(REFUSED)]
+TABLES = [*FOLLOWED_FIELDS.values(), *WITHOUT_EFFECT.values(), " ".join(CHECKED_FIELDS), " ".join(REFUSED_FIELDS)]
 TRL_TABLES = [*TRL_FOLLOWED.values(), *TRL_WITHOUT_EFFECT.values(), " ".join(TRL_REFUSED)]
 
 
@@ -61,7 +61,7 @@ def test_field_that_the_table_does_not_know_warns_unless_it_is_a_scripts_own() -
         check_fields(_with_field("transformers.training_args")(of_a_later_version=3, **chosen))
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *TRL_REFUSED])
+@pytest.mark.parametrize("name", [*REFUSED_FIELDS, *TRL_REFUSED])
 def test_field_that_is_refused_is_named(name: str) -> None:
     check_fields(SimpleNamespace(**{name: None}))
     with pytest.raises(ConfigError, match=name.removesuffix("_backend").removesuffix("_mode")):
@@ -69,7 +69,7 @@ def test_field_that_is_refused_is_named(name: str) -> None:
 
 
 LATER: dict[str, Any] = {
-    **dict.fromkeys(REFUSED, "given"),
+    **dict.fromkeys(REFUSED_FIELDS, "given"),
     "gradient_accumulation_steps": 4,
     "bf16_full_eval": True,
     "label_smoothing_factor": 0.1,
@@ -114,7 +114,7 @@ def test_field_that_a_callback_sets_is_refused_before_the_next_backward(event: s
         assert streamed.steps == 1
 
 
-@pytest.mark.parametrize("optimizer", [name for name in OptimizerNames if name.value not in ADAMW])
+@pytest.mark.parametrize("optimizer", [name for name in OptimizerNames if name.value not in ADAMW_NAMES])
 def test_optimizer_of_another_name_is_refused(optimizer: OptimizerNames) -> None:
     args = arguments(Path("run"), optim=optimizer)
     with pytest.raises(ConfigError, match=f"optim is {optimizer.value}; a streamed model has AdamW"):

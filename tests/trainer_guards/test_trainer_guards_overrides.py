@@ -21,13 +21,13 @@ from megatier.trainer_guards.overrides import (
     COMPARED,
     EXTENDED,
     EXTENDED_BY_RANKS,
-    FOLLOWED,
-    REPLACED,
+    FOLLOWED_METHODS,
+    REPLACED_METHODS,
     UNCALLED,
     check_overrides,
 )
 
-SETS = (FOLLOWED, REPLACED, EXTENDED, EXTENDED_BY_RANKS, COMPARED, UNCALLED)
+SETS = (FOLLOWED_METHODS, REPLACED_METHODS, EXTENDED, EXTENDED_BY_RANKS, COMPARED, UNCALLED)
 
 
 def replaced(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,10 +44,10 @@ def test_methods_that_the_mixin_has_in_place_of_the_trainers_are_known_as_such()
     for name in own.keys() & vars(Trainer).keys():
         function = getattr(own[name], "__code__", None)
         if function is not None:
-            assert (name in REPLACED) == (name not in function.co_names), name
+            assert (name in REPLACED_METHODS) == (name not in function.co_names), name
 
 
-@pytest.mark.parametrize("name", sorted((REPLACED | EXTENDED | UNCALLED) - {"create_optimizer"}))
+@pytest.mark.parametrize("name", sorted((REPLACED_METHODS | EXTENDED | UNCALLED) - {"create_optimizer"}))
 def test_override_that_would_not_be_called_or_calls_no_super_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"Mine\.{name} "):
         check_overrides(type("Mine", (MegatierTrainer,), {name: replaced}), StreamedTraining, 1)
