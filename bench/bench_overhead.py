@@ -35,7 +35,7 @@ from megatier.engine.node import Node
 from megatier.hardware import cores_usable
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, build_skeleton
-from megatier.optim.optimizer import RunOptimizer
+from megatier.optim.gradient_sums import GradientSums
 from megatier.play.gradients import UnitGradients
 from megatier.play.unit_weights import UnitWeights, Use
 from megatier.session.session import Session
@@ -198,7 +198,7 @@ TIMED: tuple[tuple[type[Any], str], ...] = (
     (UnitGradients, "ship_grad"),
     (Gradients, "add"),
     (Gradients, "close"),
-    (RunOptimizer, "measure"),
+    (GradientSums, "measure"),
 )
 """The calls of the computing thread for each use of a unit. The time of each includes the calls that it makes."""
 

@@ -14,7 +14,7 @@ from small_commands import after_step, all_records, command, outcome
 
 from megatier.cli import main
 from megatier.models import export
-from megatier.optim.optimizer import RunOptimizer
+from megatier.optim.gradient_sums import GradientSums
 from megatier.report.report_page import build
 
 EARLY: dict[str, Any] = {
@@ -165,7 +165,7 @@ def test_run_that_ends_by_steps_that_are_not_finite_keeps_its_best_checkpoint(tm
     with pytest.MonkeyPatch.context() as patch:
 
         def harm() -> None:
-            patch.setattr(RunOptimizer, "norm", lambda _: math.nan)
+            patch.setattr(GradientSums, "norm", lambda _: math.nan)
 
         with after_step(3, harm):
             settings = {**BEST, "numerics.max_skips": 1, "train.early_stopping_patience": 9}

@@ -28,8 +28,8 @@ class GradSink(Protocol):
         """Return whether groups are added up in the buffer: it is at home on the GPU, or RAM is too short for sums."""
 
 
-class Measure(Protocol):
-    """Notes sums of squares, of which the norm is made."""
+class GradMeter(Protocol):
+    """The protocol of an object that measures final gradients, for their global norm."""
 
     def measure(self, unit: str, grad: Tensor) -> None:
         """Note the sums of squares of a final gradient, which is flat and in the dtype of the unit's weights."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from megatier.engine.grad_sink import GradSink, Measure
+from megatier.engine.grad_sink import GradMeter, GradSink
 from megatier.errors import StreamedModelError
 from megatier.layout import Layout
 from megatier.optim.masters import weight_dtype
@@ -64,7 +64,7 @@ class Gradients:
         self,
         layouts: Mapping[str, Layout],
         sink: GradSink,
-        norm: Measure,
+        meter: GradMeter,
         *,
         groups: int,
         is_shared: bool = False,
@@ -74,7 +74,7 @@ class Gradients:
         Args:
             layouts: the layout of what is trained, of each unit.
             sink: takes the gradients.
-            norm: takes their norm.
+            meter: measures the final gradients, for their norm.
             groups: the number of groups of a step that this rank computes.
             is_shared: whether other ranks compute groups too. The sink then adds them up, and measures what it owns.
         """
@@ -82,7 +82,7 @@ class Gradients:
         self._dtypes = {name: weight_dtype(layout.schema) for name, layout in layouts.items()}
         """The dtype of each unit's weights, and of its final gradient."""
         self._sink = sink
-        self._norm = norm
+        self._meter = meter
         self._groups = groups
         self._is_shared = is_shared
         self.group = 0
@@ -394,7 +394,7 @@ class Gradients:
                 rounded = buffer.to(dtype)
                 # In the buffer of the sink itself, of which rounded numbers take the first half.
                 buffer = buffer.view(dtype)[: rounded.numel()].copy_(rounded)
-            self._norm.measure(unit, buffer)
+            self._meter.measure(unit, buffer)
 
         # Of several ranks each sees its own groups only, so a parameter without a gradient here may have one elsewhere.
         if last and not self._is_shared:

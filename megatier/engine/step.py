@@ -240,7 +240,7 @@ class Engine:
             self._player.drain_gradients()
         except NonFiniteError as error:
             raise NonFiniteError(f"step {step}: {error}. {REMEDY}", error.updated) from error
-        return self._optimizer.norm()
+        return self._optimizer.sums.norm()
 
     def finish_step(self, step: int, rate: float, norm: float, loss: float, batch: Batch | None = None) -> StepResult:
         """Clip, and make the updates due; or leave the step out.
@@ -384,7 +384,7 @@ class Engine:
         # More of the same would be left out like this one, so it is no step to go on after.
         self.model.check_labels()
         self._skips += 1
-        parameter = self._optimizer.first_non_finite()
+        parameter = self._optimizer.sums.first_non_finite()
         if self._skips > self.options.max_skips:
             what = "gradient norm" if math.isfinite(loss) else "loss"
             raise self._error(step, what, parameter, batch)

@@ -20,6 +20,7 @@ from megatier.compute.matmul import Fp32Products
 from megatier.compute.token_tiles import Decision, TiledModule
 from megatier.engine.engine_options import EngineOptions
 from megatier.engine.expert_parts import ExpertsNode, guard, install_sums
+from megatier.engine.grad_sink import GradMeter
 from megatier.engine.gradient import Gradients
 from megatier.engine.head import IGNORED, can_fuse
 from megatier.engine.loss import FusedLoss
@@ -37,7 +38,6 @@ from megatier.models.dtypes import place_buffers
 from megatier.models.masks import BlockMasks
 from megatier.models.products import set_products
 from megatier.optim.masters import weight_dtype
-from megatier.optim.optimizer import RunOptimizer
 from megatier.patch import patched
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
@@ -54,7 +54,7 @@ class UnitModel:
         skeleton: PreTrainedModel,
         units: Sequence[Unit],
         player: UnitPlayer,
-        optimizer: RunOptimizer,
+        meter: GradMeter,
         options: EngineOptions,
         all_ranks: Ranks | SingleRank,
     ) -> None:
@@ -66,7 +66,7 @@ class UnitModel:
             skeleton: the Hugging Face model, whose parameters lie on meta.
             units: all of the model's units.
             player: brings weights and takes gradients.
-            optimizer: measures gradients.
+            meter: measures the gradients.
             options: numeric choices and policies.
             all_ranks: the ranks that compute the groups of a step, or the process that computes all of them.
         """
@@ -81,7 +81,7 @@ class UnitModel:
             gradients=Gradients(
                 {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained},
                 player.grad_sink,
-                optimizer,
+                meter,
                 groups=options.groups // all_ranks.size,
                 is_shared=all_ranks.size > 1,
             ),

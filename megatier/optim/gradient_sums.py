@@ -207,7 +207,7 @@ class GradientSums:
         self.measure(unit, final)
 
     def sum_groups(self, unit: str, total: Tensor, pieces: Tensor, spare: Tensor, *, adds: bool, is_last: bool) -> None:
-        """Add the gradients of several groups, one of each rank, where they lie; see play.optimizer_protocol.Optimizer.
+        """Add the gradients of several groups, one of each rank, where they lie; see `play.optimizer_protocol`.
 
         Args:
             unit: its unit.

@@ -29,10 +29,9 @@ from megatier.optim.gradient_sums import GradientSums
 from megatier.optim.muon import Muon
 from megatier.optim.rules import RULES, Hyperparameters
 from megatier.planes import Apply, Elements, Planes
-from megatier.ranks.ranks import Ranks
 
 
-class RunOptimizer(GradientSums):
+class RunOptimizer:
     """The optimizer of one run: Muon for units whose schema is by matrix, and one of `RULES` for all others.
 
     Threads: the training loop calls `begin_step`, `revise` and `clip`. The queues that update call `apply`.
@@ -43,21 +42,30 @@ class RunOptimizer(GradientSums):
         layouts: Mapping[str, Layout],
         decayed: frozenset[str],
         hyper: Hyperparameters,
+        sums: GradientSums,
         *,
-        groups: int,
         num_threads: int,
-        ranks: Ranks | None = None,
+        rank: int = 0,
         seed: int = 0,
     ) -> None:
-        """Start the threads.
+        """Start the threads of AdamW on the CPU.
 
-        With ranks, layouts and all that is measured and updated are those of this rank's shards, and `groups` counts
-        the groups that it computes. The seed is that of the random numbers by which narrow moments are rounded.
+        Args:
+            layouts: the trained tensors of each unit that has any. With several ranks, those of this rank's shards.
+            decayed: the names of the parameters with weight decay.
+            hyper: the settings.
+            sums: measures the gradients that are applied here.
+            num_threads: the threads of AdamW on the CPU.
+            rank: this rank's number, which says where its shards begin.
+            seed: seeds the random numbers by which narrow moments are rounded.
         """
-        super().__init__(layouts, groups=groups, num_threads=num_threads, ranks=ranks)
+        self._layouts = dict(layouts)
+        self.sums = sums
+        """Sums gradients over groups, and computes their norm."""
         self.hyper = hyper
         """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
         self._decayed = decayed
+        self._rank = rank
         self._seed = seed
         self._pool = adamw_threads(num_threads)
         nothing = Scalars(
@@ -83,7 +91,7 @@ class RunOptimizer(GradientSums):
         Deferred updates of the last step run during this one, so they read its scalars until `clip` is called.
         """
         self._unclipped_scalars = self._scalars_of(step, learning_rate)
-        self.forget_gradients()
+        self.sums.forget_gradients()
 
         # In the immediate mode nothing of the last step is left to do, and no norm comes.
         if not self.hyper.deferred:
@@ -152,7 +160,7 @@ class RunOptimizer(GradientSums):
         grad: Tensor,
         before: Planes,
     ) -> _native.Batch | None:
-        layout = self.layouts[unit]
+        layout = self._layouts[unit]
         if layout.schema.by_matrix:
             assert not before, "matrices are updated in place"
             self._muon.apply(unit, elements, planes, grad, scalars)
@@ -163,8 +171,7 @@ class RunOptimizer(GradientSums):
 
         # Shards of a unit are equally long and follow each other in the order of the ranks. Elements are counted in the
         # whole unit, so that moments are rounded alike whatever it is cut into.
-        rank = 0 if self._ranks is None else self._ranks.rank
-        first = rank * layout.num_elements + start
+        first = self._rank * layout.num_elements + start
         rounding = rounding_of(layout.schema, self._seed, scalars.step, unit, first)
         return self._rule.begin(self._pool, planes, grad, segments, scalars, before, rounding)
 
@@ -175,7 +182,6 @@ class RunOptimizer(GradientSums):
     def close(self) -> None:
         """Stop the threads."""
         self._pool.close()
-        super().close()
 
     def _segments(self, layout: Layout, start: int, stop: int, factor: float) -> list[tuple[int, int, float]]:
         """Cut elements [start, stop) into runs of equal decay, relative to `start`, without gaps.

@@ -424,7 +424,7 @@ class Collectives:
         # Asked before the buffer is taken and handed over, after which a group's gradient is there.
         has_sum = not gradients.is_first(unit)
         total = gradients.take_grad(unit)
-        self._optimizer.sum_groups(
+        self._optimizer.sums.sum_groups(
             unit,
             total,
             shards,

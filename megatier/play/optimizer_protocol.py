@@ -1,4 +1,4 @@
-"""Defines the optimizer as the queues that update see it: a protocol.
+"""Defines the optimizer, and the sums of its gradients, as the queues that update see them: two protocols.
 
 The optimizer itself knows no tier. The queues bring it planes and gradients, and take the planes home.
 """
@@ -13,20 +13,8 @@ import torch
 from megatier.planes import Apply, Elements, Planes, Work
 
 
-class Optimizer(Protocol):
-    """The arithmetic of a run, as its queues need it."""
-
-    def apply(self, unit: str, elements: Elements, planes: Planes, grad: torch.Tensor, before: Planes) -> Work | None:
-        """Begin AdamW on a run of a unit's elements, clipped as the last norm decided; see `Apply`."""
-
-    def unclipped(self) -> Apply:
-        """Return AdamW of the step that has begun, with a clip coefficient of 1."""
-
-    def matrices(self, unit: str) -> Sequence[Elements]:
-        """Return the runs of a unit's elements that are updated one at a time, on the device that computes.
-
-        They have no gaps between them. There are none if any run of elements may be updated wherever it lies.
-        """
+class GradientSums(Protocol):
+    """The sums of a run's gradients over groups, as its queues need them."""
 
     def accumulate(self, unit: str, total: torch.Tensor, part: torch.Tensor, *, group: int) -> None:
         """Add one group's fp32 gradient to the sum in RAM.
@@ -59,3 +47,23 @@ class Optimizer(Protocol):
 
     def check(self, unit: str) -> None:
         """Raise NonFiniteError when the unit's measured gradient is not finite."""
+
+
+class Optimizer(Protocol):
+    """The arithmetic of a run, as its queues need it."""
+
+    @property
+    def sums(self) -> GradientSums:
+        """The sums of the gradients that it applies."""
+
+    def apply(self, unit: str, elements: Elements, planes: Planes, grad: torch.Tensor, before: Planes) -> Work | None:
+        """Begin AdamW on a run of a unit's elements, clipped as the last norm decided; see `Apply`."""
+
+    def unclipped(self) -> Apply:
+        """Return AdamW of the step that has begun, with a clip coefficient of 1."""
+
+    def matrices(self, unit: str) -> Sequence[Elements]:
+        """Return the runs of a unit's elements that are updated one at a time, on the device that computes.
+
+        They have no gaps between them. There are none if any run of elements may be updated wherever it lies.
+        """

@@ -375,7 +375,7 @@ class Updates:
                 store.lease(sum_key(unit), Tier.RAM) as total,
                 store.lease(grad, Tier.RAM) as part,
             ):
-                self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
+                self._optimizer.sums.accumulate(unit, total.bytes, part.bytes, group=group)
         finally:
             # Even after an error, since a backward would wait for the slot for ever.
             store.evict(grad, Tier.RAM)
@@ -390,7 +390,7 @@ class Updates:
         if self._is_closed:
             raise StepAbandonedError(f"the run was closed before {unit} was updated")
         if not self._policy.deferred:
-            self._optimizer.check(unit)
+            self._optimizer.sums.check(unit)
             self._updated.append(unit)
 
 

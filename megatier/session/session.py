@@ -25,6 +25,7 @@ from megatier.hardware import cores_usable
 from megatier.measure.probe import io_threads
 from megatier.models.decoder import Unit, decays
 from megatier.models.weights import PartReader, WeightReader
+from megatier.optim.gradient_sums import GradientSums
 from megatier.optim.masters import join_master, plane_dtype
 from megatier.optim.optimizer import RunOptimizer
 from megatier.optim.rules import Hyperparameters
@@ -139,7 +140,7 @@ class Session:
             self.why_copied = work.in_place.why_not
 
             # The model installs the nodes in the skeleton's modules.
-            model = UnitModel(self.model, work.units, self.player, self.optimizer, options, self.all_ranks)
+            model = UnitModel(self.model, work.units, self.player, self.optimizer.sums, options, self.all_ranks)
             opened.callback(model.close)
             self.engine = Engine(model, self.player, self.optimizer, self.all_ranks)
             self._opened = opened.pop_all()
@@ -186,13 +187,17 @@ class Session:
 
         # The ranks of a host share its cores.
         host_ranks = setup.machine.world.num_host_ranks
+        num_threads = max(1, (setup.config.tiers.update_threads or cores_usable()) // host_ranks)
+        layouts = {unit.name: unit.layout.trained for unit in self.own_units if unit.layout.num_trained}
+        sums = GradientSums(layouts, groups=policy.groups, num_threads=num_threads, ranks=self.ranks)
+        opened.callback(sums.close)
         optimizer = RunOptimizer(
-            {unit.name: unit.layout.trained for unit in self.own_units if unit.layout.num_trained},
+            layouts,
             decays(self.model),
             hyper,
-            groups=policy.groups,
-            num_threads=max(1, (setup.config.tiers.update_threads or cores_usable()) // host_ranks),
-            ranks=self.ranks,
+            sums,
+            num_threads=num_threads,
+            rank=self.all_ranks.rank,
             seed=train.seed,
         )
         opened.callback(optimizer.close)

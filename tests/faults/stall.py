@@ -24,7 +24,7 @@ from megatier.layout import Layout
 from megatier.models.decoder import Unit
 from megatier.models.initialiser import Initialiser
 from megatier.models.weights import ReadPart
-from megatier.optim.optimizer import RunOptimizer
+from megatier.optim.gradient_sums import GradientSums
 from megatier.play.player import Player
 from megatier.report.metrics import MetricsLog
 from megatier.session.filling import Filling
@@ -64,7 +64,7 @@ def slot(player: Player) -> None:
 
 def compute(player: Player) -> None:
     """The training thread waits for what does not come, and no queue does."""
-    RunOptimizer.norm = lambda optimizer: never.wait()  # type: ignore[assignment, method-assign]
+    GradientSums.norm = lambda sums: never.wait()  # type: ignore[assignment, method-assign]
 
 
 def checkpoint(player: Player) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import megatier
 from megatier.integrations.streamed import Streamed
+from megatier.optim.gradient_sums import GradientSums
 from megatier.optim.optimizer import RunOptimizer
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 24, "head_dim": 8}
@@ -209,15 +210,15 @@ def test_loop_with_products_in_fp8_is_compiled_twice_and_a_batch_has_its_bits_wh
 def test_optimizer_sees_nothing_of_the_lengths_of_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """So its kernels, which are compiled for what they are given, serve all of them."""
     seen: list[Any] = []
-    for name in ("measure", "apply"):
-        whole = getattr(RunOptimizer, name)
+    for kind, name in ((GradientSums, "measure"), (RunOptimizer, "apply")):
+        whole = getattr(kind, name)
 
         def noting(*args: Any, name: str = name, whole: Any = whole, **kwargs: Any) -> Any:
             flat = tree_leaves((args[1:], kwargs))
             seen.append((name, *((x.shape, x.dtype) for x in flat if isinstance(x, Tensor))))
             return whole(*args, **kwargs)
 
-        monkeypatch.setattr(RunOptimizer, name, noting)
+        monkeypatch.setattr(kind, name, noting)
     found = []
     with opened(llama(tmp_path), compile=False) as streamed:
         for shape in [*SHAPES, (1, 1)]:

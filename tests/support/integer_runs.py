@@ -89,6 +89,11 @@ class Adder:
         self.factor = 1
         """What a clipped gradient is multiplied with."""
 
+    @property
+    def sums(self) -> Adder:
+        """It sums gradients as well."""
+        return self
+
     def dtype(self, unit: str) -> torch.dtype:
         """Of the weights and of the final gradient."""
         return self.model.planes[unit, Kind.WEIGHT].dtype

@@ -12,6 +12,7 @@ from small_commands import IMMEDIATE, PLACES, command, metrics
 from torch import Tensor
 
 from megatier.cli import main
+from megatier.optim.gradient_sums import GradientSums
 from megatier.optim.optimizer import RunOptimizer
 
 STEPS, SPOILT = 5, 4
@@ -23,20 +24,20 @@ RUN: dict[str, Any] = {**IMMEDIATE, "train.steps": STEPS, "train.evaluate_every"
 def spoils() -> Iterator[Callable[[str], None]]:
     """Spoils the gradient of a unit in one step; undone in the end, or by an empty name."""
     with pytest.MonkeyPatch.context() as patch:
-        real, begin, current = RunOptimizer.measure, RunOptimizer.begin_step, [0]
+        real, begin, current = GradientSums.measure, RunOptimizer.begin_step, [0]
 
         def spoil(unit: str) -> None:
             def begin_step(self: RunOptimizer, step: int, rate: float) -> None:
                 current[0] = step
                 begin(self, step, rate)
 
-            def measure(self: RunOptimizer, name: str, grad: Tensor) -> None:
+            def measure(self: GradientSums, name: str, grad: Tensor) -> None:
                 if (name, current[0]) == (unit, SPOILT):
                     grad[1] = float("inf")
                 real(self, name, grad)
 
             patch.setattr(RunOptimizer, "begin_step", begin_step)
-            patch.setattr(RunOptimizer, "measure", measure)
+            patch.setattr(GradientSums, "measure", measure)
 
         yield spoil
 
