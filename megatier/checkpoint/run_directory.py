@@ -108,7 +108,7 @@ class RunDirectory:
         Raises:
             ConfigError: it cannot be read or written.
         """
-        if (noted := noted_id(self.path)) is not None:
+        if (noted := read_run_id(self.path)) is not None:
             return noted
         run_id = secrets.token_hex(6)
         self._write(RUN_ID_FILE, f"{run_id} {self.path.stat().st_ino}\n")
@@ -176,7 +176,7 @@ class RunDirectory:
         os.close(self._lock)
 
 
-def noted_id(path: Path) -> str | None:
+def read_run_id(path: Path) -> str | None:
     """Return the name of a run's block files (`RunDirectory.run_id`); None: none is noted for this directory.
 
     Raises:

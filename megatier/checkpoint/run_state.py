@@ -71,8 +71,7 @@ class RunState:
     text: dict[str, Any]
     """The position in the text: `PackedText.state` or `TextStream.state`."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """Model and tokenizer, as `origin.origin_of` gives them; empty in checkpoints of older versions, which did not note
-    them."""
+    """Model and tokenizer, as `origin.read_origin` gives them; empty in checkpoints of older versions."""
     tiles: Mapping[str, Decision] = field(default_factory=dict)
     """Which modules run in tiles of tokens, as `UnitModel.tiles` gives it; empty in checkpoints of older versions."""
     best: Best = field(default_factory=Best)
@@ -251,7 +250,7 @@ def write_numbers(path: Path, config: RunConfig, origin: Mapping[str, str]) -> N
     Args:
         path: the file.
         config: the run.
-        origin: model and tokenizer, as `origin.origin_of` gives them.
+        origin: model and tokenizer, as `origin.read_origin` gives them.
 
     Raises:
         ConfigError: it cannot be written.
@@ -309,7 +308,7 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
     return changes
 
 
-def noted_origin(path: Path) -> dict[str, Any]:
+def read_noted_origin(path: Path) -> dict[str, Any]:
     """Return the model and tokenizer that a run began with, after `check_numbers`; empty if nobody noted them."""
     try:
         note = _noted_numbers(read_regular(path))

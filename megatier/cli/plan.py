@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     loaded, given = config_file.load_given(options.config, overrides)
     world = World(options.ranks, options.hosts)
 
-    # As `megatier train` does under torchrun (`train.shared_setup.setup_of`).
+    # As `megatier train` does under torchrun (`train.shared_setup.plan_setup`).
     if world.num_ranks > 1 and "train.groups" not in given:
         loaded = replace(loaded, train=replace(loaded.train, groups=world.num_ranks))
 
@@ -228,7 +228,7 @@ def _planned(
     from megatier.setup.machine import Machine
     from megatier.setup.setup import Setup
     from megatier.setup.skeleton import model_config_of, skeleton_of
-    from megatier.train.choices import fit_positions, settled
+    from megatier.train.choices import fit_positions, settle_choices
 
     model_config = model_config_of(loaded.model)
     if elsewhere is None:
@@ -239,7 +239,7 @@ def _planned(
 
     # The kernel depends on how long sequences are.
     loaded, _ = with_kernel(fit_positions(loaded, given, model_config), model_config, machine)
-    setup = settled(Setup.of(loaded, skeleton_of(loaded.model, model_config), machine)).with_tower()
+    setup = settle_choices(Setup.of(loaded, skeleton_of(loaded.model, model_config), machine)).with_tower()
 
     # `megatier train` chooses settings only on a machine that was measured, and so does a plan of its run.
     chosen: Mapping[str, Any] = {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from megatier.checkpoint.pace import about, every_seconds
+from megatier.checkpoint.checkpoint_clock import every_seconds, format_about
 from megatier.errors import mib
 from megatier.report.figures import unified_memory
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
@@ -286,7 +286,7 @@ def _writing(plan: Plan) -> str:
 
     seconds = format_seconds(plan.checkpoint_seconds)
     pause = format_seconds(plan.checkpoint_pause_seconds)
-    apart = about(every_seconds(plan.checkpoint_pause_seconds))
+    apart = format_about(every_seconds(plan.checkpoint_pause_seconds))
     return (
         f" and is written in {seconds}, of which training waits {pause}; with checkpoint_every auto one is due about "
         f"every {apart}"

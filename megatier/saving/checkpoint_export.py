@@ -40,7 +40,7 @@ from megatier.models.weights import TensorReader
 from megatier.report.console import say
 from megatier.report.history import read_what_there_is
 from megatier.saving.model_folder import SHARD_BYTES, write_model
-from megatier.saving.origin import UNKNOWN_ORIGIN, check_origin, differences, exported, origin_of
+from megatier.saving.origin import UNKNOWN_ORIGIN, check_origin, find_changes, keep_exported, read_origin
 from megatier.session.rank_shards import Read
 from megatier.setup.skeleton import open_base, open_model
 
@@ -164,9 +164,9 @@ def _check_origin(source: ExportSource, model: PreTrainedModel, tokenizer: PreTr
     """
     if source.state is None or not source.state.origin:
         return
-    before = exported(source.state.origin)
-    now = exported(origin_of(source.config, model, tokenizer))
-    changes = differences(before, now)
+    before = keep_exported(source.state.origin)
+    now = keep_exported(read_origin(source.config, model, tokenizer))
+    changes = find_changes(before, now)
     check_origin(changes, source.config, remedy=", or add --accept-changes to export it with these")
 
 

@@ -62,7 +62,7 @@ def export_end(
     # What fails from here on is noted and not raised at once, because the state has to be saved first.
     error: Exception | None = None
     done = WorkCount()
-    with saves.watching(done):
+    with saves.watch_export(done):
         try:
             with all_ranks.failing_together():
                 session.player.drain()
@@ -72,15 +72,15 @@ def export_end(
         except (MegatierError, OSError) as found:
             error = found
         else:
-            error = _write_end(console, session, best, folder, tokenizer, dtype, done)
+            error = _write_model(console, session, best, folder, tokenizer, dtype, done)
 
     # The first rank has written, and all of them save what it could not write.
     if (reason := all_ranks.broadcast(lambda: None if error is None else str(error))) is not None:
-        saved = saves.keep_end(step, partial(say, console))
-        raise ExportError(reason, step, _way_on(directory, saved)) from error
+        saved = saves.save_unexported(step, partial(say, console))
+        raise ExportError(reason, step, _describe_resume(directory, saved)) from error
 
 
-def _write_end(
+def _write_model(
     console: Console,
     session: Session,
     best: Path | None,
@@ -115,7 +115,7 @@ def _write_end(
     return None
 
 
-def _way_on(directory: Path, saved: Path | None) -> str:
+def _describe_resume(directory: Path, saved: Path | None) -> str:
     """Return how to finish a run whose export failed.
 
     Args:

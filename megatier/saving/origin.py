@@ -45,7 +45,7 @@ Origin = dict[str, str]
 """Values as JSON, or checksums, by names such as "tokenizer.json of the tokenizer"."""
 
 
-def origin_of(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Origin:
+def read_origin(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Origin:
     """Return the origin of a run's model and tokenizer, but for the weights.
 
     Args:
@@ -65,7 +65,7 @@ def origin_of(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTo
     }
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def find_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the parts that differ now, each with both values.
 
     Args:
@@ -84,7 +84,7 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return found
 
 
-def exported(origin: Mapping[str, str]) -> Origin:
+def keep_exported(origin: Mapping[str, str]) -> Origin:
     """Return the part of an origin that an export writes: computed buffers and libraries are in no file."""
     return {name: value for name, value in origin.items() if not name.startswith((COMPUTED, LIBRARY))}
 
@@ -93,7 +93,7 @@ def check_origin(changes: Sequence[str], config: RunConfig, accepted: Container[
     """Refuse another model or tokenizer.
 
     Args:
-        changes: those that `differences` returned.
+        changes: those that `find_changes` returned.
         config: says where model and tokenizer come from.
         accepted: changes that are no reason to refuse.
         remedy: what else to do than to bring the old files back.

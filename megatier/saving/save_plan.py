@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Self
 
 from megatier.checkpoint.checkpoint import checkpoint_bytes
-from megatier.checkpoint.pace import SHARE, Pace, about, every_seconds, first_seconds, unmeasured_seconds
+from megatier.checkpoint.checkpoint_clock import (
+    SHARE,
+    CheckpointClock,
+    every_seconds,
+    first_seconds,
+    format_about,
+    unmeasured_seconds,
+)
 from megatier.checkpoint.room import Room
 from megatier.checkpoint.run_directory import SAVEPOINT_FOLDER
 from megatier.checkpoint.savepoint import check_savepoint_room
@@ -53,7 +60,7 @@ class SavePlan:
 
         # All ranks write into one directory, so one of them looks at its drive, and all have its error.
         num_kept = all_ranks.broadcast(lambda: _checked_count(output, session, room, is_done=is_done))
-        cost_s = expected_cost(session, expected)
+        cost_s = estimate_cost(session, expected)
         return cls(
             output=output,
             room=room,
@@ -62,7 +69,7 @@ class SavePlan:
             is_done=is_done,
         )
 
-    def promise(self) -> str | None:
+    def describe_clock(self) -> str | None:
         """Describe what the clock will do; None if the clock decides nothing."""
         if not self.output.saves_by_time or self.is_done:
             return None
@@ -78,8 +85,8 @@ class SavePlan:
             )
 
         last = "The last one is" if self.num_kept == 1 else f"The last {self.num_kept} are"
-        first = about(first_seconds(self.cost_s))
-        every = about(every_seconds(self.cost_s))
+        first = format_about(first_seconds(self.cost_s))
+        every = format_about(every_seconds(self.cost_s))
         best = ", and that of the lowest held-out loss" if self.output.load_best_model_at_end else ""
         return (
             f"A checkpoint ({mib(self.room.checkpoint_bytes)}) is written after about {first}, then about every "
@@ -87,12 +94,12 @@ class SavePlan:
             "output.checkpoint_every: 0 turns this off."
         )
 
-    def pace(self) -> Pace | None:
+    def start_clock(self) -> CheckpointClock | None:
         """Start the clock that says when a checkpoint is due; None if the clock decides nothing."""
-        return Pace(self.cost_s) if self.output.saves_by_time and self.num_kept else None
+        return CheckpointClock(self.cost_s) if self.output.saves_by_time and self.num_kept else None
 
 
-def expected_cost(session: Session, expected: Forecast | None) -> float:
+def estimate_cost(session: Session, expected: Forecast | None) -> float:
     """Return the seconds that a checkpoint is expected to hold training up, before one was written.
 
     Args:

@@ -59,7 +59,7 @@ class Saves:
             config: the run.
             session: the run's state, which is filled.
             text_state: returns the position in the text, which is saved too.
-            origin: model and tokenizer (`origin_of`), which are saved too.
+            origin: model and tokenizer (`read_origin`), which are saved too.
             plan: says how many checkpoints are kept, and when one is due if the config does not.
             watchdog: watches waits.
             record: keeps the figures of what was saved.
@@ -72,7 +72,7 @@ class Saves:
         self._record = record
         self._origin = origin
         self._room = plan.room
-        self._pace = plan.pace()
+        self._clock = plan.start_clock()
 
         # If the plan keeps none, one is written all the same when the run is stopped or its export fails.
         self._num_kept = plan.num_kept or config.output.keep_checkpoints
@@ -89,14 +89,14 @@ class Saves:
         """The note of the text at the step to save, if the text has gone on; None: it has not."""
         self.writer: CheckpointWriter | None = None
         self.best = Best()
-        self._outside = 0.0
+        self._between_steps_s = 0.0
         """Seconds that it has held this thread up between two steps."""
-        self._inside = 0.0
+        self._within_steps_s = 0.0
         """Seconds that it has held compute up within steps."""
 
     # ------------------------------------------------------------------ what the loop tells
 
-    def step(self, seconds: float, waited_s: float, *, has_updated: bool) -> None:
+    def note_step(self, seconds: float, waited_s: float, *, has_updated: bool) -> None:
         """Note that a step has ended.
 
         Args:
@@ -104,17 +104,17 @@ class Saves:
             waited_s: seconds of these in which compute waited for a checkpoint.
             has_updated: whether it changes a weight.
         """
-        self._inside += waited_s
+        self._within_steps_s += waited_s
         self._has_updated |= has_updated
-        if self._pace is not None:
-            self._pace.step(seconds, is_beside=self.writer is not None)
+        if self._clock is not None:
+            self._clock.note_step(seconds, is_beside=self.writer is not None)
 
     @property
     def best_step(self) -> int | None:
         """The step of the checkpoint that is kept as the best one; None: none is."""
         return self.best.step if self._config.output.load_best_model_at_end else None
 
-    def after(self, step: int, say: Say, *, is_last: bool, stops: bool) -> None:
+    def save_after(self, step: int, say: Say, *, is_last: bool, stops: bool) -> None:
         """Save what is due after a step, and tell of a checkpoint that has become whole meanwhile.
 
         Args:
@@ -128,25 +128,25 @@ class Saves:
         """
         # A checkpoint that has become whole is told of first. Otherwise it would still count as on its way, and the
         # clock would begin no other.
-        self.end(say, waits=False)
+        self.finish_checkpoint(say, waits=False)
         output = self._config.output
         every = output.checkpoint_every
         is_due = every != "auto" and every > 0 and (is_last or step % every == 0)
 
         # At most one of the three: a checkpoint makes a savepoint of the same step needless.
         if stops or is_due:
-            self._begin(step, say)
+            self._begin_checkpoint(step, say)
         elif self._is_best(step, is_last):
             # The clock takes it for one of its own. First it is told the cost of one that is still on its way: it then
             # forgets the steps beside that.
-            self.end(say)
-            if self._pace is not None:
-                self._pace.begin()
-            self._begin(step, say)
-        elif self._is_time(is_last):
-            self._begin_by_time(step, say)
+            self.finish_checkpoint(say)
+            if self._clock is not None:
+                self._clock.note_begin()
+            self._begin_checkpoint(step, say)
+        elif self._is_due_by_clock(is_last):
+            self._begin_timed_checkpoint(step, say)
         elif output.savepoint_every and step % output.savepoint_every == 0:
-            self._save_in_place(step, say)
+            self._make_savepoint(step, say)
 
     def _is_best(self, step: int, is_last: bool) -> bool:
         """Return whether a checkpoint is due because no held-out loss was lower."""
@@ -154,15 +154,15 @@ class Saves:
         is_exported = is_last and self._config.output.export
         return self.best_step == step and not is_exported
 
-    def _is_time(self, is_last: bool) -> bool:
+    def _is_due_by_clock(self, is_last: bool) -> bool:
         """Return whether a checkpoint is due by the clock."""
-        if (pace := self._pace) is None:
+        if (clock := self._clock) is None:
             return False
 
         # Not before an export: if it goes well a checkpoint is needless, and if it fails one is written then.
         if is_last:
-            return self._all_ranks.broadcast(pace.is_long) and not self._config.output.export
-        return self.writer is None and self._all_ranks.broadcast(pace.is_due)
+            return self._all_ranks.broadcast(clock.is_long) and not self._config.output.export
+        return self.writer is None and self._all_ranks.broadcast(clock.is_due)
 
     def check_directory(self) -> None:
         """Refuse to save where the run directory is another one now, as under a mount that is gone.
@@ -180,42 +180,42 @@ class Saves:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _begin(self, step: int, say: Say, *, prunes: bool = True) -> None:
+    def _begin_checkpoint(self, step: int, say: Say, *, prunes: bool = True) -> None:
         """Begin a checkpoint; the steps after it go on while it is written."""
         # One checkpoint is on its way at a time, so the one before is waited for.
-        self.end(say)
+        self.finish_checkpoint(say)
         self.check_directory()
         began = time.perf_counter()
         self._drain()
 
         # All updates are over after the drain, so the queue reads the state of exactly this step (`checkpoint_writer`).
         num_kept = self._num_kept if prunes else None
-        state = self._state(step)
+        state = self._run_state(step)
         self.writer = CheckpointWriter(self._session, self._folder, step, state, num_kept, self.best_step)
         self._has_updated = False
         self._may_fail = False
 
         # The drain is no part of the next step, and its events must not count for it.
         self._session.player.take_events()
-        self._outside = time.perf_counter() - began
-        self._inside = 0.0
+        self._between_steps_s = time.perf_counter() - began
+        self._within_steps_s = 0.0
 
-    def _begin_by_time(self, step: int, say: Say) -> None:
+    def _begin_timed_checkpoint(self, step: int, say: Say) -> None:
         """Begin a checkpoint that nobody asked for, if the drive has room for it."""
-        assert self._pace is not None
-        self.end(say)
-        self._pace.begin()
+        assert self._clock is not None
+        self.finish_checkpoint(say)
+        self._clock.note_begin()
         if not self._all_ranks.broadcast(lambda: self._room.takes_another(self._num_kept)):
             free = mib(self._room.free_bytes)
             size = mib(self._room.checkpoint_bytes)
             say(f"step {step}: no checkpoint: {self._folder} takes {size} and has {free} free; tried again later")
             return
 
-        # Set after `_begin`, which takes the checkpoint for one that was asked for.
-        self._begin(step, say)
+        # Set after `_begin_checkpoint`, which takes the checkpoint for one that was asked for.
+        self._begin_checkpoint(step, say)
         self._may_fail = True
 
-    def end(self, say: Say, *, waits: bool = True) -> None:
+    def finish_checkpoint(self, say: Say, *, waits: bool = True) -> None:
         """Tell of the checkpoint that was begun, if it is whole.
 
         Args:
@@ -248,10 +248,10 @@ class Saves:
             say(f"step {writer.step}: no checkpoint, tried again later: {error}")
             return
 
-        self._outside += time.perf_counter() - began
-        if self._pace is not None:
-            self._pace.end(self._outside, writer.seconds)
-        paused = self._outside + self._inside
+        self._between_steps_s += time.perf_counter() - began
+        if self._clock is not None:
+            self._clock.note_end(self._between_steps_s, writer.seconds)
+        paused = self._between_steps_s + self._within_steps_s
         size = mib(writer.num_bytes)
         seconds = format_seconds(writer.seconds)
         waited = format_seconds(paused)
@@ -273,24 +273,24 @@ class Saves:
         with self._watchdog.watch(self._session.player), self._all_ranks.failing_together():
             self._session.player.drain()
 
-    def behind(self, step: int, say: Say) -> None:
+    def save_after_non_finite(self, step: int, say: Say) -> None:
         """Save a run that ends because too many steps were not finite, so that it may go on after them.
 
         If no weight has changed since the last checkpoint, the new one takes its place. Otherwise all of them stay,
         because nobody knows which weights are still good.
         """
-        self.end(say)
+        self.finish_checkpoint(say)
         twin = None if self._has_updated else self._last(self._folder)
         if self._has_updated or twin is not None:
-            self._begin(step, say, prunes=False)
-            self.end(say)
+            self._begin_checkpoint(step, say, prunes=False)
+            self.finish_checkpoint(say)
         if twin is not None and step_of(twin) != self.best_step:
             self._all_ranks.broadcast(lambda: remove(twin))
 
-    def way_on(self, say: Say) -> str:
+    def describe_resume(self, say: Say) -> str:
         """Return in words from what the run can go on, once what is on its way is whole. Nothing else is saved."""
         try:
-            self.end(say)
+            self.finish_checkpoint(say)
         except StallError:
             raise
         except MegatierError as error:
@@ -309,13 +309,13 @@ class Saves:
 
     # ------------------------------------------------------------------ savepoints
 
-    def _save_in_place(self, step: int, say: Say) -> None:
+    def _make_savepoint(self, step: int, say: Say) -> None:
         """Make a savepoint, after a checkpoint that is on its way."""
-        self.end(say)
+        self.finish_checkpoint(say)
         self.check_directory()
         began = time.perf_counter()
         self._drain()
-        num_bytes = save_savepoint(self._session, self._savepoints, step, self._state(step))
+        num_bytes = save_savepoint(self._session, self._savepoints, step, self._run_state(step))
         seconds = time.perf_counter() - began
 
         # The drain is no part of the next step, as with a checkpoint.
@@ -329,7 +329,7 @@ class Saves:
             }
         )
 
-    def rescue(self, step: int, position: dict[str, Any] | None, say: Say) -> None:
+    def save_after_memory_error(self, step: int, position: dict[str, Any] | None, say: Say) -> None:
         """Save a run that cannot go on after a step, if that can be: all of several ranks would have to take part.
 
         Args:
@@ -342,7 +342,7 @@ class Saves:
             return
         self._position = position
         try:
-            saved = self.keep_end(step, say)
+            saved = self.save_unexported(step, say)
         except torch.OutOfMemoryError as error:
             say(f"step {step}: no checkpoint: {error}")
             return
@@ -351,11 +351,11 @@ class Saves:
 
     # ------------------------------------------------------------------ the end
 
-    def watching(self, done: WorkCount) -> AbstractContextManager[None]:
+    def watch_export(self, done: WorkCount) -> AbstractContextManager[None]:
         """Watch an export, whose pieces are counted, for as long as this is entered."""
         return self._watchdog.watch(self._session.player, lambda: done.count)
 
-    def keep_end(self, step: int, say: Say) -> Path | None:
+    def save_unexported(self, step: int, say: Say) -> Path | None:
         """Save the end of a run whose export failed, as a checkpoint or else, if the run makes any, as a savepoint.
 
         Returns:
@@ -374,8 +374,8 @@ class Saves:
         # Without room all checkpoints but the last one go first, as they would go when this one is whole.
         try:
             self._all_ranks.broadcast(self._make_room)
-            self._begin(step, say)
-            self.end(say)
+            self._begin_checkpoint(step, say)
+            self.finish_checkpoint(say)
             return self._last(self._folder)
         except StallError:
             # A drive that never answers takes no savepoint either.
@@ -386,7 +386,7 @@ class Saves:
         if not self._config.output.savepoint_every:
             return None
         try:
-            self._save_in_place(step, say)
+            self._make_savepoint(step, say)
         except StallError:
             raise
         except (MegatierError, OSError) as error:
@@ -403,7 +403,7 @@ class Saves:
         """Return the newest whole checkpoint or savepoint in a folder."""
         return self._all_ranks.broadcast(lambda: last_checkpoint(folder))
 
-    def _state(self, step: int) -> dict[str, Any]:
+    def _run_state(self, step: int) -> dict[str, Any]:
         """Return everything that is saved besides arrays."""
         tiles = self._session.engine.model.tiles
         text = self._position

@@ -77,7 +77,7 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
         check_evaluates(model)
 
 
-def settled(setup: Setup) -> Setup:
+def settle_choices(setup: Setup) -> Setup:
     """Return a run with the choices that its model decides, as the run directory records them.
 
     A loss that cannot be fused with the model's head is not, with a warning (`engine.head`).
@@ -91,7 +91,7 @@ def settled(setup: Setup) -> Setup:
     return setup.changed({"model.fused_loss": can_fuse(setup.model, setup.units)})
 
 
-def with_budgets_kept(setup: Setup) -> Setup:
+def keep_budgets(setup: Setup) -> Setup:
     """Return a run whose config has its budgets, if it makes savepoints: from these it goes on with the same ones."""
     # A savepoint is the run's own block files. Budgets of another day would place other state there.
     if not setup.config.output.savepoint_every:

@@ -81,7 +81,7 @@ def describe_left_out(console: Console, text: Text) -> None:
         say(console, text.bad.said)
 
 
-def describe(console: Console, config: RunConfig, session: Session, text: Text, plan: SavePlan) -> None:
+def describe_run(console: Console, config: RunConfig, session: Session, text: Text, plan: SavePlan) -> None:
     """Print what a run trains, what lies where, and what it saves on its way.
 
     Args:
@@ -126,8 +126,8 @@ def describe(console: Console, config: RunConfig, session: Session, text: Text, 
     if session.ranks is not None:
         why = f" ({session.ranks.transport_reason})" if session.ranks.transport_reason else ""
         say(console, f"weights and gradients go between ranks by {session.ranks.transport}{why}")
-    if (promise := plan.promise()) is not None:
-        say(console, promise)
+    if (promised := plan.describe_clock()) is not None:
+        say(console, promised)
 
 
 def _unified(session: Session) -> Iterator[str]:
@@ -177,7 +177,7 @@ def tier_states(session: Session) -> list[TierState]:
     ]
 
 
-def opening(
+def opening_record(
     session: Session, tiers: Sequence[TierState], expected: Prediction | None, changes: Sequence[str] = ()
 ) -> dict[str, object]:
     """Return the opening record of a process, without its step.

@@ -58,7 +58,7 @@ class Loop:
         watchdog: Watchdog,
         saves: Saves,
     ) -> None:
-        """Prepare the loop; nothing runs before `steps`.
+        """Prepare the loop; nothing runs before `run`.
 
         Args:
             config: the run.
@@ -86,7 +86,7 @@ class Loop:
         self._reports = StepReports(session)
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
-    def steps(self, state: RunState | None) -> Outcome:
+    def run(self, state: RunState | None) -> Outcome:
         """Run all steps after a state, with evaluations and checkpoints, unless evaluations end the run early.
 
         Args:
@@ -120,15 +120,17 @@ class Loop:
                 try:
                     self._step(step, progress)
                 except GpuMemoryError:
-                    self._saves.rescue(step - 1, position, progress.note)
+                    self._saves.save_after_memory_error(step - 1, position, progress.note)
                     raise
                 except NonFiniteError as error:
                     if self._session.optimizer.hyper.deferred:
-                        self._saves.behind(step, progress.note)
+                        self._saves.save_after_non_finite(step, progress.note)
                         raise
 
                     # In the immediate mode weights may have changed by now, and are not worth saving.
-                    raise NonFiniteError(f"{error} {self._saves.way_on(progress.note)}", error.updated) from error
+                    raise NonFiniteError(
+                        f"{error} {self._saves.describe_resume(progress.note)}", error.updated
+                    ) from error
 
                 if step == train.steps or (train.evaluate_every and step % train.evaluate_every == 0):
                     self._evaluate(step, progress)
@@ -137,11 +139,11 @@ class Loop:
                 # ranks, any of which may have been told to stop.
                 is_last = self._is_over()
                 stops = self._all_ranks.any(stop.is_asked) and not is_last
-                self._saves.after(step, progress.note, is_last=is_last, stops=stops)
+                self._saves.save_after(step, progress.note, is_last=is_last, stops=stops)
                 if stops or is_last:
                     break
 
-            self._saves.end(progress.note)
+            self._saves.finish_checkpoint(progress.note)
             return "stopped" if stops else self._outcome(progress.end)
 
     def _is_over(self) -> bool:
@@ -156,20 +158,20 @@ class Loop:
         say(f"ended early after step {self.last_step}: {self._saves.best.why_over()}")
         return "early"
 
-    def report(self, outcome: Outcome) -> None:
+    def report_end(self, outcome: Outcome) -> None:
         """Tell how the run ended, and what moved, against what the placement demands.
 
         Args:
-            outcome: as `steps` returned it, for the record.
+            outcome: as `run` returned it, for the record.
         """
-        self._reports.tell_moves(self._console)
+        self._reports.print_step_moves(self._console)
         why = self._saves.best.why_over() if outcome == "early" else ""
         self._record(
             {
                 "step": self.last_step,
                 "run": outcome,
                 "why": why,
-                **self._reports.moves(),
+                **self._reports.count_moves(),
             }
         )
 
@@ -178,8 +180,8 @@ class Loop:
         train = self._config.train
         session = self._session
         began_ns = time.perf_counter_ns()
-        rate = rate_of(step, train)
-        groups = self._text.groups(step - 1, train)
+        rate = learning_rate_at(step, train)
+        groups = self._text.read_groups(step - 1, train)
         if not self._is_rehearsed:
             self._rehearse(step)
         read_ns = time.perf_counter_ns()
@@ -200,21 +202,21 @@ class Loop:
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         times = StepTimes.of(events, began_ns=began_ns, read_ns=read_ns, ended_ns=ended_ns)
         waited_s = times.spent.stall_seconds.get("checkpoint", 0.0)
-        self._saves.step(times.seconds, waited_s, has_updated=result.skipped is None)
+        self._saves.note_step(times.seconds, waited_s, has_updated=result.skipped is None)
 
         forecast = None if self._expected is None else self._expected.forecast
-        report, figures = self._reports.make(step, rate, groups, result, times, forecast)
+        report, figures = self._reports.report_step(step, rate, groups, result, times, forecast)
         progress.update(report)
         if result.skipped is not None:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
         self._record(figures)
-        self._correct(step, events, progress)
+        self._correct_forecast(step, events, progress)
 
     def _rehearse(self, step: int) -> None:
         """Let the first step of this process use every unit that a later one may use."""
         self._is_rehearsed = True
-        if groups := self._text.rehearsal(step - 1, self._config.train):
+        if groups := self._text.read_rehearsal(step - 1, self._config.train):
             with self._watchdog.watch(self._session.player):
                 self._session.engine.rehearse(groups)
 
@@ -249,7 +251,7 @@ class Loop:
             )
         return events
 
-    def _correct(self, step: int, events: Sequence[TraceEvent], progress: Progress) -> None:
+    def _correct_forecast(self, step: int, events: Sequence[TraceEvent], progress: Progress) -> None:
         """Let the first steps say what the drives do in this run, and correct the expected step by it."""
         # A checkpoint on its way would take its share of the drives.
         if self._expected is None or self._saves.writer is not None:
@@ -306,7 +308,7 @@ class Loop:
     def _held_out(self) -> Iterator[Rows]:
         """Yield the groups of an evaluation. No more than one batch is made at once, as in a step: pixels are large."""
         train = self._config.train
-        batches = itertools.islice(self._text.holdout(train), train.evaluate_batches)
+        batches = itertools.islice(self._text.read_holdout(train), train.evaluate_batches)
         while True:
             self._is_reading = True
             batch = next(batches, None)
@@ -319,7 +321,7 @@ class Loop:
                 yield batch.pop(0)
 
 
-def rate_of(step: int, train: TrainConfig) -> float:
+def learning_rate_at(step: int, train: TrainConfig) -> float:
     """Return the learning rate of a step; the first one is step 1."""
     return learning_rate(
         step,

@@ -12,7 +12,7 @@ from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 
 
-def run_before_restart(
+def find_restarted_run(
     config: RunConfig, given: frozenset[str], ranks: Ranks | None
 ) -> tuple[RunConfig, frozenset[str]] | None:
     """Return the run that `torchrun` has started again after a rank failed, and the settings that stay as they are.

@@ -14,10 +14,10 @@ from megatier.setup.attention_choice import with_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import model_config_of, open_model
-from megatier.train.choices import WITHOUT_FLEX, fit_positions, plan_choices, settled, with_budgets_kept
+from megatier.train.choices import WITHOUT_FLEX, fit_positions, keep_budgets, plan_choices, settle_choices
 
 
-def setup_of(
+def plan_setup(
     config: RunConfig, given: frozenset[str], machine: Machine, ranks: Ranks | None, console: Console
 ) -> tuple[Setup, WeightReader, Prediction | None]:
     """Return a run with the choices that it leaves open, the reader of its weights, and the step that is expected.
@@ -52,7 +52,7 @@ def setup_of(
 
     # Each rank has its own skeleton, and the first one alone plans on it.
     model, reader = open_model(chosen, model_config)
-    setup = settled(Setup.of(chosen, model, machine))
-    setup = with_budgets_kept(setup)
+    setup = settle_choices(Setup.of(chosen, model, machine))
+    setup = keep_budgets(setup)
     planned, expected = all_ranks.broadcast(lambda: plan_choices(setup, given, console))
     return setup.with_config(planned), reader, expected

@@ -28,7 +28,7 @@ Rows = dict[str, torch.Tensor]
 """What the model takes of some rows."""
 
 
-def steps_of(text: Text, train: TrainConfig) -> int:
+def count_steps(text: Text, train: TrainConfig) -> int:
     """Return the steps that the epochs of a run take; the last step may reach into the next epoch."""
     assert not isinstance(text, TextStream), "a stream has no epochs"
     assert train.epochs is not None
@@ -44,7 +44,7 @@ class SharedText:
         self._all_ranks = ranks or SingleRank()
         self._text = text
 
-    def groups(self, step: int, train: TrainConfig) -> list[Rows]:
+    def read_groups(self, step: int, train: TrainConfig) -> list[Rows]:
         """Return the training batch of a step, counted from 0, in its groups."""
 
         def made() -> Rows | list[Rows]:
@@ -56,7 +56,7 @@ class SharedText:
         # The first rank alone calls `made`, since only it has a text.
         return _cut(self._all_ranks.broadcast(made), train.groups)
 
-    def rehearsal(self, step: int, train: TrainConfig) -> list[Rows]:
+    def read_rehearsal(self, step: int, train: TrainConfig) -> list[Rows]:
         """Return groups for `Engine.rehearse` before a step, counted from 0; none if it needs no rehearsal."""
 
         def made() -> list[Rows]:
@@ -65,7 +65,7 @@ class SharedText:
 
         return self._all_ranks.broadcast(made)
 
-    def holdout(self, train: TrainConfig) -> Iterator[list[Rows]]:
+    def read_holdout(self, train: TrainConfig) -> Iterator[list[Rows]]:
         """Yield held-out batches in order, each in its groups."""
         # Only the first rank has a text. Its None ends the loop on all ranks, so none waits for a batch in vain.
         batches: Iterator[Rows | list[Rows]] = iter(())
@@ -89,7 +89,7 @@ class SharedText:
             return train
 
         # The first rank alone knows how many sequences there are.
-        steps = self._all_ranks.broadcast(lambda: steps_of(self.own, train))
+        steps = self._all_ranks.broadcast(lambda: count_steps(self.own, train))
         fewest = min(steps, train.steps)
 
         # Steps that nobody gave stand for as many as there may be, and are no news.

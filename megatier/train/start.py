@@ -22,7 +22,7 @@ from megatier.checkpoint.run_directory import (
     last_checkpoint,
     step_path,
 )
-from megatier.checkpoint.run_state import RunState, check_numbers, noted_origin
+from megatier.checkpoint.run_state import RunState, check_numbers, read_noted_origin
 from megatier.checkpoint.savepoint import Savepoint
 from megatier.config.schema import RunConfig, TrainConfig
 from megatier.errors import CheckpointError, ConfigError
@@ -32,7 +32,7 @@ from megatier.report.console import say
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_count, format_seconds
 from megatier.report.report import WorkBar
-from megatier.saving.origin import UNKNOWN_ORIGIN, Origin, check_origin, differences
+from megatier.saving.origin import UNKNOWN_ORIGIN, Origin, check_origin, find_changes
 from megatier.session.session import Session
 from megatier.setup.setup import Setup
 
@@ -139,7 +139,7 @@ class Start:
         """
         if self.state is None:
             # The run was killed before its first save, and what it noted as it began is all there is.
-            before = noted_origin(self.directory / NUMBERS_FILE)
+            before = read_noted_origin(self.directory / NUMBERS_FILE)
             source = str(self.directory)
         else:
             before = self.state.origin
@@ -147,7 +147,7 @@ class Start:
         if not before:
             say(console, UNKNOWN_ORIGIN.format(source))
 
-        changes = differences(before, now)
+        changes = find_changes(before, now)
         accepted = set(changes) if self.accepts_changes else self._accepted_before
         check_origin(changes, config, accepted, ", or add --accept-changes to go on with these")
         return changes

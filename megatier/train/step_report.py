@@ -95,7 +95,7 @@ class StepReports:
         # Loading has moved bytes too, but no placement demanded those of a step.
         self._moved_before = session.store.moved_bytes.copy()
 
-    def make(
+    def report_step(
         self,
         step: int,
         rate: float,
@@ -149,12 +149,12 @@ class StepReports:
         figures = self._figures(report, result)
         return report, {**figures, **memory_by_name, "other_ranks": others}
 
-    def moves(self) -> dict[str, dict[str, int]]:
+    def count_moves(self) -> dict[str, dict[str, int]]:
         """Return bytes per queue since this process began to train, without those of checkpoints."""
         demanded = self._session.player.demanded
         return {"moved_bytes": dict(self._moved_bytes()), "demanded_bytes": dict(demanded)}
 
-    def tell_moves(self, console: Console) -> None:
+    def print_step_moves(self, console: Console) -> None:
         """Tell at the end of a run what moved, against what the placement demands."""
         session = self._session
         if session.placement.speculative:
@@ -256,6 +256,6 @@ class StepReports:
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "tokens_per_s": report.tokens / report.seconds,
             "speculation": OUTCOMES[self._session.speculation.outcome],
-            **self.moves(),
+            **self.count_moves(),
             "nvme_path": nvme_path(self._session.store),
         }

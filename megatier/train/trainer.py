@@ -29,7 +29,7 @@ from megatier.checkpoint.run_directory import (
     TENSORBOARD_FOLDER,
     TRACE_FILE,
     check_goes_on,
-    noted_id,
+    read_run_id,
 )
 from megatier.checkpoint.run_state import write_numbers
 from megatier.checkpoint.savepoint import drop_savepoint, remove_savepoints
@@ -53,7 +53,7 @@ from megatier.report.report import WorkBar
 from megatier.report.tensorboard import ScalarEvents
 from megatier.report.trackers import Sender, TrackedRun, load_trackers
 from megatier.saving.end_export import export_end
-from megatier.saving.origin import Origin, origin_of
+from megatier.saving.origin import Origin, read_origin
 from megatier.saving.save_plan import SavePlan
 from megatier.saving.saves import Record, Saves
 from megatier.saving.upload import check_login, upload
@@ -63,16 +63,16 @@ from megatier.setup.machine import Machine, choose_device
 from megatier.trace.events import write_trace
 from megatier.train.begun_run import BegunRun
 from megatier.train.description import (
-    describe,
     describe_left_out,
     describe_positions,
     describe_reserved,
-    opening,
+    describe_run,
+    opening_record,
     tier_states,
 )
 from megatier.train.loop import Loop, Outcome
-from megatier.train.restart import run_before_restart
-from megatier.train.shared_setup import setup_of
+from megatier.train.restart import find_restarted_run
+from megatier.train.shared_setup import plan_setup
 from megatier.train.shared_text import SharedText, Text
 from megatier.watch.work_count import WorkCount
 
@@ -114,7 +114,7 @@ def train(
     with ExitStack() as stack:
         device = choose_device(config.tiers.device)
         ranks = stack.enter_context(joined(device.type))
-        if not resumes and (before := run_before_restart(config, given, ranks)) is not None:
+        if not resumes and (before := find_restarted_run(config, given, ranks)) is not None:
             config, given = before
             resumes = True
         config = replace(config, train=config.train.bounded(steps_given="train.steps" in given))
@@ -122,8 +122,8 @@ def train(
         # Planning, the tokenizer and the notes of the origin read the model's files one after the other. If one of them
         # is replaced meanwhile, the run is refused.
         with one_version():
-            machine = _machine(config, device, ranks, resumes=resumes)
-            setup, reader, expected = setup_of(config, given, machine, ranks, console)
+            machine = _describe_machine(config, device, ranks, resumes=resumes)
+            setup, reader, expected = plan_setup(config, given, machine, ranks, console)
             run = BegunRun.begin(
                 stack, setup, expected, ranks, console, resumes=resumes, accepts_changes=accepts_changes
             )
@@ -136,7 +136,7 @@ def train(
         forecast = None if expected is None else expected.forecast
         plan = SavePlan.of(config.output, session, forecast, is_done=run.start.is_done(config.train))
         if run.writes:
-            describe(run.console, config, session, text.own, plan)
+            describe_run(run.console, config, session, text.own, plan)
 
         # A drive may hang here as well, long before the first step.
         with run.watchdog.watch(session.player, lambda: session.filling.num_runs):
@@ -145,11 +145,11 @@ def train(
             _write_changes(run, config, origin)
 
         record = _open_records(run, config, trackers)
-        record({"step": run.start.step, **opening(session, tier_states(session), expected, changes)})
+        record({"step": run.start.step, **opening_record(session, tier_states(session), expected, changes)})
         saves = Saves(config, session, lambda: text.state, origin, plan, run.watchdog, record)
         loop = Loop(config, run.console, session, text, record, expected, run.watchdog, saves)
-        outcome = loop.steps(run.start.state)
-        loop.report(outcome)
+        outcome = loop.run(run.start.state)
+        loop.report_end(outcome)
         _finish(run, config, session, tokens, saves, outcome, loop.last_step)
         if config.output.trace and run.writes:
             write_trace(run.directory.path / TRACE_FILE, loop.traced)
@@ -160,14 +160,14 @@ def train(
         upload(run.console, run.directory.path / MODEL_FOLDER, repository, private=config.output.hub_private_repo)
 
 
-def _machine(config: RunConfig, device: torch.device, ranks: Ranks | None, *, resumes: bool) -> Machine:
+def _describe_machine(config: RunConfig, device: torch.device, ranks: Ranks | None, *, resumes: bool) -> Machine:
     """Return the machine that runs. Block files of this run that a kill has left count as free there."""
     # The run takes their place. All ranks have to agree on it, and the first one alone reads the directory.
     all_ranks = ranks or SingleRank()
     directory = Path(config.output.directory)
     left_id = None
     if resumes:
-        left_id = all_ranks.broadcast(lambda: noted_id(directory))
+        left_id = all_ranks.broadcast(lambda: read_run_id(directory))
     return Machine.here(config.tiers, device, ranks, left_id)
 
 
@@ -230,7 +230,7 @@ def _open_sources(
     changes = start.check_config(run.setup)
 
     tokens, tokenizer = load_tokens(config)
-    origin = origin_of(config, model, tokenizer)
+    origin = read_origin(config, model, tokenizer)
     if run.resumes:
         changes += start.check_origin(origin, config, run.console)
 

@@ -20,7 +20,7 @@ from megatier.schedule.drive_rates import DriveRates
 from megatier.schedule.rates import ASSUMED, RANK_RATES, Rates
 from megatier.schedule.rates_file import as_dict, read_rates
 from megatier.setup.machine import Machine
-from megatier.train.shared_setup import setup_of
+from megatier.train.shared_setup import plan_setup
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "examples/quickstart.yaml")
@@ -195,7 +195,7 @@ def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
     assert main(["plan", *words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     loaded, given = config_file.load_given(Path(words[0]), words[1:])
-    setup, _, prediction = setup_of(loaded, given, Machine.here(loaded.tiers), None, Console(quiet=True))
+    setup, _, prediction = plan_setup(loaded, given, Machine.here(loaded.tiers), None, Console(quiet=True))
     settled = {"model.attention": "sdpa", "model.compile": False}
     assert (setup.config, prediction) == (loaded.changed(settled), None)
     assert document["chosen"] == {}
@@ -262,7 +262,7 @@ def test_plan_of_this_machine_is_that_of_train(
     assert main(["plan", *words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     loaded, given = config_file.load_given(Path(words[0]), words[1:])
-    setup, _, prediction = setup_of(loaded, given, Machine.here(loaded.tiers), None, Console(quiet=True))
+    setup, _, prediction = plan_setup(loaded, given, Machine.here(loaded.tiers), None, Console(quiet=True))
     config = setup.config
     assert prediction is not None
     assert document["seconds"] == prediction.forecast.seconds

@@ -20,7 +20,7 @@ from megatier.checkpoint.run_directory import last_checkpoint
 from megatier.cli import main
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import DataError
-from megatier.saving.origin import differences
+from megatier.saving.origin import find_changes
 from megatier.train.start import Start
 
 STEPS = 4
@@ -190,8 +190,8 @@ def test_resume_of_a_model_that_was_moved_needs_its_weights_in_what_was_saved(
 
 
 def test_differences_name_what_was_added_and_what_is_gone() -> None:
-    assert differences({}, {"a": "1"}) == []
-    assert differences({"a": "1", "b": "2"}, {"b": "2", "c": "3"}) == [
+    assert find_changes({}, {"a": "1"}) == []
+    assert find_changes({"a": "1", "b": "2"}, {"b": "2", "c": "3"}) == [
         "a was 1 and is missing",
         "c was missing and is 3",
     ]

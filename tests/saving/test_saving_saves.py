@@ -18,8 +18,8 @@ from crossed import crossed, some
 from small_commands import after_step, command, metrics, outcome
 
 from megatier.checkpoint import chunkfile
+from megatier.checkpoint.checkpoint_clock import CheckpointClock
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
-from megatier.checkpoint.pace import Pace
 from megatier.checkpoint.room import Room
 from megatier.cli import main
 from megatier.config.output_section import OutputConfig
@@ -47,9 +47,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes on by steps alone; a checkpoint is whole when the loop asks for it first."""
     now = [0.0]
-    real = Pace.step
+    real = CheckpointClock.note_step
 
-    def step(self: Pace, seconds: float, *, is_beside: bool) -> None:
+    def step(self: CheckpointClock, seconds: float, *, is_beside: bool) -> None:
         now.append(now[-1] + (1e6 if len(now) in DUE else 1.0))
         real(self, seconds, is_beside=is_beside)
 
@@ -58,8 +58,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
             self.wait()
         return True
 
-    monkeypatch.setattr(Pace, "step", step)
-    monkeypatch.setattr(save_plan, "Pace", functools.partial(Pace, clock=lambda: now[-1]))
+    monkeypatch.setattr(CheckpointClock, "note_step", step)
+    monkeypatch.setattr(save_plan, "CheckpointClock", functools.partial(CheckpointClock, clock=lambda: now[-1]))
     monkeypatch.setattr(CheckpointWriter, "is_over", is_over)
 
 
@@ -226,13 +226,13 @@ def test_best_checkpoint_begins_when_the_cost_of_the_one_on_its_way_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slowed: list[int] = []
-    real = Pace.end
+    real = CheckpointClock.note_end
 
-    def end(self: Pace, waited_s: float, written_s: float) -> None:
+    def end(self: CheckpointClock, waited_s: float, written_s: float) -> None:
         slowed.append(len(self._beside))
         real(self, waited_s, written_s)
 
-    monkeypatch.setattr(Pace, "end", end)
+    monkeypatch.setattr(CheckpointClock, "note_end", end)
     monkeypatch.setattr(CheckpointWriter, "is_over", lambda _: False)
     settings = {"train.evaluate_every": 1, "output.load_best_model_at_end": True, "output.export": False}
     assert main(command(tmp_path, settings)) == 0
@@ -244,7 +244,7 @@ def test_best_checkpoint_begins_when_the_cost_of_the_one_on_its_way_is_noted(
 
 def test_promise_of_a_dear_checkpoint_waits_for_longer(tmp_path: Path) -> None:
     room = Room(tmp_path, 96 << 30, 16 << 30)
-    found = SavePlan(output=OutputConfig(), room=room, num_kept=2, cost_s=90.0, is_done=False).promise()
+    found = SavePlan(output=OutputConfig(), room=room, num_kept=2, cost_s=90.0, is_done=False).describe_clock()
     assert found is not None
     assert found.startswith("A checkpoint (96.0 GiB) is written after about 75 minutes, then about every 75 minutes,")
 

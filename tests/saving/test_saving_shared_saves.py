@@ -15,7 +15,7 @@ from rich.console import Console
 from small_commands import files_of
 
 from megatier.checkpoint import chunkfile
-from megatier.checkpoint.pace import Pace
+from megatier.checkpoint.checkpoint_clock import CheckpointClock
 from megatier.config.schema import RunConfig
 from megatier.errors import CapacityError, ExportError
 from megatier.saving import end_export
@@ -82,8 +82,8 @@ def train_by_time(folder: Path, full: bool) -> None:
     """Run with checkpoints by a clock that only the first rank has; whose drive may be full."""
     is_first = os.environ["RANK"] == "0"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pace, "is_due", lambda _: is_first)
-        patch.setattr(Pace, "is_long", lambda _: is_first)
+        patch.setattr(CheckpointClock, "is_due", lambda _: is_first)
+        patch.setattr(CheckpointClock, "is_long", lambda _: is_first)
         if full and is_first:
             patch.setattr(chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY))
         train_in(folder, ("--output.checkpoint_every=auto", "--output.export=false"))
@@ -140,15 +140,15 @@ EACH_STEP = ("--output.checkpoint_every=1", "--train.steps=4")
 def fail_after(step: int, folder: Path, words: tuple[str, ...]) -> None:
     """Run the config of a folder, and break off on all ranks before a step is saved, when the one before is."""
     with pytest.MonkeyPatch.context() as patch:
-        real = Saves.after
+        real = Saves.save_after
 
         def after(self: Saves, now: int, say: Say, **options: Any) -> None:
             if now == step:
-                self.end(say)
+                self.finish_checkpoint(say)
                 raise ZeroDivisionError
             real(self, now, say, **options)
 
-        patch.setattr(Saves, "after", after)
+        patch.setattr(Saves, "save_after", after)
         with pytest.raises(ZeroDivisionError):
             train_in(folder, words)
 

@@ -26,7 +26,7 @@ from megatier.config.schema import TrainConfig
 from megatier.config.values import parse_bytes
 from megatier.data.packed_text import PackedText
 from megatier.data.tokenizer import byte_tokenizer
-from megatier.train.loop import rate_of
+from megatier.train.loop import learning_rate_at
 
 MODES: list[dict[str, Any]] = [
     {"train.clip": 0.5, "train.activations": "keep"},
@@ -230,7 +230,7 @@ def test_rate_of_any_schedule_follows_its_formula(schedule: str) -> None:
         min_learning_rate_ratio=0.1,
         schedule=schedule,  # type: ignore[arg-type]
     )
-    rates = [rate_of(step, train) for step in range(1, 12)]
+    rates = [learning_rate_at(step, train) for step in range(1, 12)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
     for position, rate in enumerate(rates[4:]):
         share = position / 7
@@ -246,19 +246,21 @@ def test_rate_with_a_warmup_ratio_is_that_of_as_many_steps(schedule: str) -> Non
     by_steps, by_ratio = (
         TrainConfig(steps=11, **more, **changes) for more in ({"warmup_steps": 4}, {"warmup_ratio": 0.3})
     )
-    assert [rate_of(step, by_steps) for step in range(1, 12)] == [rate_of(step, by_ratio) for step in range(1, 12)]
+    assert [learning_rate_at(step, by_steps) for step in range(1, 12)] == [
+        learning_rate_at(step, by_ratio) for step in range(1, 12)
+    ]
 
 
 def test_rate_of_wsd_falls_from_the_peak_to_its_minimum_in_the_last_steps_alone() -> None:
     train = TrainConfig(
         steps=20, warmup_steps=2, learning_rate=2.0, schedule="wsd", decay_ratio=0.25, min_learning_rate_ratio=0.1
     )
-    rates = [rate_of(step, train) for step in range(1, 22)]
+    rates = [learning_rate_at(step, train) for step in range(1, 22)]
     assert rates[:16] == [1.0, *[2.0] * 15]
     assert rates[15:] == pytest.approx([2.0, 1.64, 1.28, 0.92, 0.56, 0.2], rel=1e-12)
 
     # Where the warm-up takes more than what the fall leaves, the fall is shorter.
-    all_of_it = [rate_of(step, replace(train, decay_ratio=1.0)) for step in range(1, 21)]
+    all_of_it = [learning_rate_at(step, replace(train, decay_ratio=1.0)) for step in range(1, 21)]
     assert all_of_it[:3] == [1.0, 2.0, 2.0]
     assert all(earlier > later for earlier, later in pairwise(all_of_it[2:]))
 

@@ -20,11 +20,11 @@ EVERY_S = 1800.0
 """Seconds between two checkpoints, at least."""
 UNMEASURED_BYTES_PER_S = 1e9
 """Assumed speed of a drive that nobody measured."""
-PACE_STEPS = 16
+USUAL_STEPS = 16
 """Number of steps without a checkpoint on its way, from which the usual time of a step follows."""
 
 
-class Pace:
+class CheckpointClock:
     """The clock of one process that says when the next checkpoint may begin. Use it from one thread.
 
     Attributes:
@@ -47,7 +47,7 @@ class Pace:
         """When the last checkpoint began, or could not; None: none has."""
         self._spent_s = 0.0
         """Cost of all checkpoints so far."""
-        self._plain: deque[float] = deque(maxlen=PACE_STEPS)
+        self._plain: deque[float] = deque(maxlen=USUAL_STEPS)
         """Seconds of the last steps without a checkpoint on its way."""
         self._beside: list[float] = []
         """Seconds of the steps since the last checkpoint began, while it was on its way."""
@@ -69,13 +69,13 @@ class Pace:
         """Return whether the run has gone on for so long that its end is worth a checkpoint."""
         return self._clock() - self._began >= FIRST_S
 
-    def begin(self) -> None:
+    def note_begin(self) -> None:
         """Note that a checkpoint begins, or could not begin and is tried again after the same time."""
         # Also if it could not begin, for lack of room: the drive is asked again only after the same pause.
         self._last = self._clock()
         self._beside.clear()
 
-    def step(self, seconds: float, *, is_beside: bool) -> None:
+    def note_step(self, seconds: float, *, is_beside: bool) -> None:
         """Note a step.
 
         Args:
@@ -85,7 +85,7 @@ class Pace:
         steps = self._beside if is_beside else self._plain
         steps.append(seconds)
 
-    def end(self, waited_s: float, written_s: float) -> None:
+    def note_end(self, waited_s: float, written_s: float) -> None:
         """Note that a checkpoint is whole, and what it cost.
 
         Its cost is how long training waited for it, and how much longer the steps took while it was written. It cannot
@@ -123,7 +123,7 @@ def unmeasured_seconds(num_bytes: int) -> float:
     return num_bytes / UNMEASURED_BYTES_PER_S
 
 
-def about(seconds: float) -> str:
+def format_about(seconds: float) -> str:
     """Return seconds of a plan in words, in whole minutes or half hours."""
     minutes = round(seconds / 60)
     return f"{minutes} minutes" if minutes < 120 else f"{round(seconds / 1800) / 2:g} hours"
