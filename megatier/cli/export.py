@@ -17,6 +17,42 @@ from megatier.models.location import naming_option
 
 def run(argv: Sequence[str]) -> int:
     """Write the folder; returns 0 when it is complete."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.public and options.push_to_hub is None:
+        parser.error("--public: leave it out without --push-to-hub")
+
+    # The least that can be wrong is looked at first, and takes no time.
+    shard_bytes = parse_bytes(options.shard_size)
+    if not (options.merge and find_adapter(options.checkpoint)):
+        find_checkpoint(options.checkpoint)
+    # Imported here because it loads torch: wrong arguments are refused without waiting for that.
+    from megatier.saving.checkpoint_export import export_checkpoint
+    from megatier.saving.upload import check_login, upload
+
+    console = Console()
+    repository = options.push_to_hub
+    if repository is not None:
+        require(re.fullmatch(REPOSITORY, repository) is not None, "--push-to-hub", repository, "OWNER/NAME")
+        check_login(console, "--push-to-hub")
+    with naming_option("--base"):
+        export_checkpoint(
+            console,
+            options.checkpoint,
+            options.folder,
+            options.dtype,
+            shard_bytes,
+            merges=options.merge,
+            base=options.base,
+            accepts_changes=options.accept_changes,
+        )
+    if repository is not None:
+        upload(console, options.folder, repository, private=not options.public)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="megatier export",
         description="Write the model of a checkpoint as a folder that from_pretrained loads. This needs no GPU, and "
@@ -57,34 +93,4 @@ def run(argv: Sequence[str]) -> int:
         help="upload the folder to this repository of the Hugging Face hub",
     )
     parser.add_argument("--public", action="store_true", help="make that repository public if it is new")
-    options = parser.parse_args(argv)
-    if options.public and options.push_to_hub is None:
-        parser.error("--public: leave it out without --push-to-hub")
-
-    # The least that can be wrong is looked at first, and takes no time.
-    shard_bytes = parse_bytes(options.shard_size)
-    if not (options.merge and find_adapter(options.checkpoint)):
-        find_checkpoint(options.checkpoint)
-    # Imported here because it loads torch: wrong arguments are refused without waiting for that.
-    from megatier.saving.checkpoint_export import export_checkpoint
-    from megatier.saving.upload import check_login, upload
-
-    console = Console()
-    repository = options.push_to_hub
-    if repository is not None:
-        require(re.fullmatch(REPOSITORY, repository) is not None, "--push-to-hub", repository, "OWNER/NAME")
-        check_login(console, "--push-to-hub")
-    with naming_option("--base"):
-        export_checkpoint(
-            console,
-            options.checkpoint,
-            options.folder,
-            options.dtype,
-            shard_bytes,
-            merges=options.merge,
-            base=options.base,
-            accepts_changes=options.accept_changes,
-        )
-    if repository is not None:
-        upload(console, options.folder, repository, private=not options.public)
-    return 0
+    return parser

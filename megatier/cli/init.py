@@ -47,23 +47,7 @@ CHOSEN = ("tiers.gpu", "train.activations")
 
 def run(argv: Sequence[str]) -> int:
     """Write the config; returns 0 when the file is written."""
-    parser = argparse.ArgumentParser(
-        prog="megatier init",
-        usage="%(prog)s MODEL DATA --output CONFIG.yaml [options]",
-        description="Write a config for a run that trains a model on a dataset, with the budgets of this machine and a "
-        "comment for each setting.",
-        epilog="example: megatier init my/model my/chats.jsonl --output run.yaml --nvme /mnt/a",
-    )
-    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face model, or its id on the hub")
-    parser.add_argument(
-        "data", metavar="DATA", help="files, folders or globs, with commas between them; or a dataset's id on the hub"
-    )
-    add_config_output(parser)
-    parser.add_argument(
-        "--nvme", default="", metavar="DIR[:SIZE],...", help="drives that state may spill to (default: none)"
-    )
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of the model")
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
 
     data = _data(options.data)
     usual = LENGTH_WITH_IMAGES if data.get("data.images") else DEFAULT_LENGTH
@@ -98,6 +82,27 @@ def run(argv: Sequence[str]) -> int:
     write_config(options.output, text, overwrites=options.overwrite)
     print(f"{options.output} is written; next, `megatier plan {options.output}` says whether it fits")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="megatier init",
+        usage="%(prog)s MODEL DATA --output CONFIG.yaml [options]",
+        description="Write a config for a run that trains a model on a dataset, with the budgets of this machine and a "
+        "comment for each setting.",
+        epilog="example: megatier init my/model my/chats.jsonl --output run.yaml --nvme /mnt/a",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face model, or its id on the hub")
+    parser.add_argument(
+        "data", metavar="DATA", help="files, folders or globs, with commas between them; or a dataset's id on the hub"
+    )
+    add_config_output(parser)
+    parser.add_argument(
+        "--nvme", default="", metavar="DIR[:SIZE],...", help="drives that state may spill to (default: none)"
+    )
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of the model")
+    return parser
 
 
 def _check_model(config: ModelConfig) -> None:

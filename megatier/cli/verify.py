@@ -17,6 +17,23 @@ from megatier.report.console import announce
 
 def run(argv: Sequence[str]) -> int:
     """Train a tiny model under several placements and compare every bit; returns 0 if all agree, else 1."""
+    options = _parser().parse_args(argv)
+    if options.directory is not None:
+        check_directory(options.directory, "--directory")
+    announce(Console(), "loading PyTorch and transformers")
+    # Imported here because it loads torch: wrong arguments are refused without waiting for that.
+    from megatier.train.verify import verify
+
+    # Past /tmp, which is RAM on many systems: the drive is a part of what is tried.
+    choices = {"is_quick": options.quick, "optimizer": options.optimizer, "products": options.products}
+    if options.directory is not None:
+        return 0 if verify(options.device, options.directory, Console(), **choices) else 1
+    with TemporaryDirectory(prefix="megatier-verify-", dir=scratch_directory()) as directory:
+        return 0 if verify(options.device, Path(directory), Console(), **choices) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="megatier verify",
         description="Train a tiny model with its state on the GPU, in RAM and on NVMe, and compare every bit of the "
@@ -49,16 +66,4 @@ def run(argv: Sequence[str]) -> int:
         default="bf16",
         help="type of the numbers that linear layers multiply (default: bf16)",
     )
-    options = parser.parse_args(argv)
-    if options.directory is not None:
-        check_directory(options.directory, "--directory")
-    announce(Console(), "loading PyTorch and transformers")
-    # Imported here because it loads torch: wrong arguments are refused without waiting for that.
-    from megatier.train.verify import verify
-
-    # Past /tmp, which is RAM on many systems: the drive is a part of what is tried.
-    choices = {"is_quick": options.quick, "optimizer": options.optimizer, "products": options.products}
-    if options.directory is not None:
-        return 0 if verify(options.device, options.directory, Console(), **choices) else 1
-    with TemporaryDirectory(prefix="megatier-verify-", dir=scratch_directory()) as directory:
-        return 0 if verify(options.device, Path(directory), Console(), **choices) else 1
+    return parser

@@ -213,16 +213,7 @@ def make_plan(setup: Setup) -> Plan:
     world = setup.machine.world
     trial = Trial.of(setup)
     work = trial.work
-    try:
-        placement = trial.placed()
-    except PlanError as short:
-        refusal = with_parts(short, setup)
-        if refusal is short:
-            # Another number of parts may cure the GPU's slots. Otherwise all that is short is said at once.
-            refusal = all_short(short, work.specs, trial.budgets, work.policy)
-        # A refusal alone leaves users to guess, so settings that would fit are tried before it is said.
-        raise with_ways(refusal, setup, lambda other: Trial.of(other).placed()) from short
-
+    placement = _place(trial, setup)
     made = trial.forecast(placement)
     tokens = config.train.batch * config.data.sequence_length
 
@@ -270,6 +261,23 @@ def make_plan(setup: Setup) -> Plan:
         hidden_at=hidden_at(trial, placement, tokens),
         changes=changes_that_help(trial, placement, config.train, tokens, made.seconds),
     )
+
+
+def _place(trial: Trial, setup: Setup) -> Placement:
+    """Choose where everything lies.
+
+    Raises:
+        PlanError: it does not fit; says what is short, and which settings would fit.
+    """
+    try:
+        return trial.placed()
+    except PlanError as short:
+        refusal = with_parts(short, setup)
+        if refusal is short:
+            # More parts of experts would not help, so the error names everything that is short.
+            refusal = all_short(short, trial.work.specs, trial.budgets, trial.work.policy)
+        # A refusal alone leaves users to guess, so settings that would fit are tried first.
+        raise with_ways(refusal, setup, lambda other: Trial.of(other).placed()) from short
 
 
 def _lent_room(trial: Trial, placement: Placement) -> LentRoom | None:

@@ -58,10 +58,13 @@ def tower_bytes(setup: Setup) -> TowerBytes:
 
 def bytes_in_backward(unit: TowerUnit) -> int:
     """Return the bytes of one conversation in the backward of a unit, with all that the forward saves."""
-    # Its output, as wide as its widest input, has a gradient to the end, since it is also that of a residual.
-    of_output = max(unit.inputs.values(), default=0)
-    widest = max((*unit.saved.values(), *unit.inputs.values()), default=0)
-    return union([unit.saved]) + of_output + WIDEST_GRADIENTS * widest
+    widest_input = max(unit.inputs.values(), default=0)
+    widest_saved = max(unit.saved.values(), default=0)
+    widest = max(widest_input, widest_saved)
+
+    # The output is as wide as the widest input. Its gradient stays to the end, because a residual needs it as well.
+    output_gradient = widest_input
+    return union([unit.saved]) + output_gradient + WIDEST_GRADIENTS * widest
 
 
 def pixel_bytes(setup: Setup) -> dict[Tier, int]:
@@ -105,10 +108,12 @@ def num_conversations(setup: Setup) -> float:
 
 def _largest_rows(setup: Setup) -> float:
     """Return the rows of a group, in conversations as large as the one that was measured."""
-    data, tower = setup.config.data, setup.tower
-    if data.max_patches is None or not tower.num_patches:
-        return setup.work.rows
-    return setup.work.rows * max(1.0, data.max_patches / tower.num_patches)
+    rows = setup.work.rows
+    max_patches = setup.config.data.max_patches
+    num_patches = setup.tower.num_patches
+    if max_patches is None or not num_patches:
+        return rows
+    return rows * max(1.0, max_patches / num_patches)
 
 
 def _has_backward(unit: Unit, lower: Collection[str]) -> bool:

@@ -95,23 +95,15 @@ class Workload:
         activations = _activations(units, train, wrappers_in(model))
         offloads_attention = train.offload_attention and train.keeps_attention(tokens)
         offloaded_bytes = _offloaded_bytes(config, model, options, with_attention=offloads_attention)
-        specs = tuple(
-            UnitSpec(
-                name=u.name,
-                num_elements=u.layout.num_elements // world.num_ranks,
-                activation_bytes=offloaded_bytes if activations[u.name].offloads_input else 0,
-                frozen_elements=(u.layout.num_elements - u.layout.num_trained) // world.num_ranks,
-                schema=u.layout.schema,
-                is_in_place=u.name in read_in_place.parts,
-                update_flops=_update_flops(u.layout, world.num_ranks),
-                is_layer=u.is_layer or u.experts is not None,
-            )
-            for u in units
-        )
+        specs = []
+        for unit in units:
+            activation_bytes = offloaded_bytes if activations[unit.name].offloads_input else 0
+            is_in_place = unit.name in read_in_place.parts
+            specs.append(_spec_of(unit, world.num_ranks, activation_bytes, is_in_place=is_in_place))
 
         return cls(
             units=units,
-            specs=specs,
+            specs=tuple(specs),
             activations=activations,
             policy=_policy(specs, config, options, world),
             options=options,
@@ -121,6 +113,21 @@ class Workload:
             offloads_attention=offloads_attention,
             products=products,
         )
+
+
+def _spec_of(unit: Unit, num_ranks: int, activation_bytes: int, *, is_in_place: bool) -> UnitSpec:
+    """Return the sizes of a unit's shard on one rank."""
+    layout = unit.layout
+    return UnitSpec(
+        name=unit.name,
+        num_elements=layout.num_elements // num_ranks,
+        activation_bytes=activation_bytes,
+        frozen_elements=(layout.num_elements - layout.num_trained) // num_ranks,
+        schema=layout.schema,
+        is_in_place=is_in_place,
+        update_flops=_update_flops(layout, num_ranks),
+        is_layer=unit.is_layer or unit.experts is not None,
+    )
 
 
 def without_input_gradient(units: Sequence[Unit]) -> frozenset[str]:

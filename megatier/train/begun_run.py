@@ -28,6 +28,8 @@ class BegunRun:
     stack: ExitStack
     """Closes the parts."""
     setup: Setup
+    expected: Prediction | None
+    """The planned step; None if the machine was not measured."""
     ranks: Ranks | None
     console: Console
     """Silent on all ranks but the first."""
@@ -65,6 +67,7 @@ class BegunRun:
         return cls(
             stack=stack,
             setup=setup,
+            expected=expected,
             ranks=ranks,
             console=console,
             watchdog=watchdog,

@@ -1,6 +1,7 @@
-"""Trains a run: from a config to a trained Hugging Face folder.
+"""Trains a run, from its config to a trained Hugging Face folder. `megatier train` and `megatier resume` call `train`.
 
-directory -> skeleton -> plan -> data -> reserve -> weights in -> steps -> weights out
+The order is: plan, lock the run directory, open the data, allocate the tiers, fill the weights, take the steps, export.
+All of it happens on the training thread.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -44,6 +45,7 @@ from megatier.data.tokenizer import vocabulary_size
 from megatier.drives.leftovers import find_leftovers
 from megatier.errors import ConfigError, DataError, mib
 from megatier.foreign import one_version
+from megatier.models.weights import WeightReader
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
@@ -114,8 +116,9 @@ def train(
     with ExitStack() as stack:
         device = choose_device(config.tiers.device)
         ranks = stack.enter_context(joined(device.type))
-        if not resumes and (before := find_restarted_run(config, given, ranks)) is not None:
-            config, given = before
+        restarted = None if resumes else find_restarted_run(config, given, ranks)
+        if restarted is not None:
+            config, given = restarted
             resumes = True
         config = replace(config, train=config.train.bounded(steps_given="train.steps" in given))
 
@@ -127,37 +130,65 @@ def train(
             run = BegunRun.begin(
                 stack, setup, expected, ranks, console, resumes=resumes, accepts_changes=accepts_changes
             )
-            tokens, origin, changes = _open_sources(run)
+            sources = _open_sources(run)
         if not resumes and run.writes:
-            write_numbers(run.directory.path / NUMBERS_FILE, setup.config, origin)
-
-        session, text = _open_session(run, tokens)
-        config = replace(setup.config, train=text.with_steps(setup.config.train, run.console))
-        forecast = None if expected is None else expected.forecast
-        plan = SavePlan.of(config.output, session, forecast, is_done=run.start.is_done(config.train))
-        if run.writes:
-            describe_run(run.console, config, session, text.own, plan)
-
-        # A drive may hang here as well, long before the first step.
-        with run.watchdog.watch(session.player, lambda: session.filling.num_runs):
-            run.start.fill(session, reader, run.console)
-        if run.writes:
-            _write_changes(run, config, origin)
-
-        record = _open_records(run, config, trackers)
-        record({"step": run.start.step, **opening_record(session, tier_states(session), expected, changes)})
-        saves = Saves(config, session, lambda: text.state, origin, plan, run.watchdog, record)
-        loop = Loop(config, run.console, session, text, record, expected, run.watchdog, saves)
-        outcome = loop.run(run.start.state)
-        loop.report_end(outcome)
-        _finish(run, config, session, tokens, saves, outcome, loop.last_step)
-        if config.output.trace and run.writes:
-            write_trace(run.directory.path / TRACE_FILE, loop.traced)
+            write_numbers(run.directory.path / NUMBERS_FILE, setup.config, sources.origin)
+        outcome = _take_steps(run, sources, reader, trackers)
 
     # Last, when memory and drives are free again, since a large model takes long.
     repository = config.output.push_to_hub
     if repository is not None and outcome != "stopped" and run.writes:
         upload(run.console, run.directory.path / MODEL_FOLDER, repository, private=config.output.hub_private_repo)
+
+
+class Sources(NamedTuple):
+    """What a run makes its text with, and what has changed of its model and tokenizer."""
+
+    tokens: PreTrainedTokenizerBase | Processor
+    """The tokenizer, or the processor if images are read."""
+    origin: Origin
+    """What tokenizer and model were made of."""
+    changes: list[str]
+    """The changes since the run began or was saved, all of which the user has accepted."""
+
+
+def _take_steps(run: BegunRun, sources: Sources, reader: WeightReader, trackers: Mapping[str, Any]) -> Outcome:
+    """Open the session, fill it, take all steps, and export the model; return how the steps ended.
+
+    Args:
+        run: begun, with its setup.
+        sources: tokenizer and origin.
+        reader: gives the first weights of a run that begins.
+        trackers: the libraries of trackers, by name.
+
+    Raises:
+        MegatierError: the session cannot be opened, or a step, a save or the export failed.
+    """
+    session, text = _open_session(run, sources.tokens)
+    config = replace(run.setup.config, train=text.with_steps(run.setup.config.train, run.console))
+    forecast = None if run.expected is None else run.expected.forecast
+    plan = SavePlan.of(config.output, session, forecast, is_done=run.start.is_done(config.train))
+    if run.writes:
+        describe_run(run.console, config, session, text.own, plan)
+
+    # A drive may hang here as well, long before the first step.
+    with run.watchdog.watch(session.player, lambda: session.filling.num_runs):
+        run.start.fill(session, reader, run.console)
+    if run.writes:
+        _write_changes(run, config, sources.origin)
+
+    record = _open_records(run, config, trackers)
+    first = opening_record(session, tier_states(session), run.expected, sources.changes)
+    record({"step": run.start.step, **first})
+    saves = Saves(config, session, lambda: text.state, sources.origin, plan, run.watchdog, record)
+    loop = Loop(config, run.console, session, text, record, run.expected, run.watchdog, saves)
+    outcome = loop.run(run.start.state)
+    loop.report_end(outcome)
+
+    _finish(run, config, session, sources.tokens, saves, outcome, loop.last_step)
+    if config.output.trace and run.writes:
+        write_trace(run.directory.path / TRACE_FILE, loop.traced)
+    return outcome
 
 
 def _describe_machine(config: RunConfig, device: torch.device, ranks: Ranks | None, *, resumes: bool) -> Machine:
@@ -208,14 +239,8 @@ def _remove_moved_blocks(run: BegunRun, config: RunConfig) -> None:
             say(run.console, f"{leftover.path}: block files from before the run was resumed, {fate}")
 
 
-def _open_sources(
-    run: BegunRun,
-) -> tuple[PreTrainedTokenizerBase | Processor, Origin, list[str]]:
+def _open_sources(run: BegunRun) -> Sources:
     """Open tokenizer or processor, and refuse a model or tokenizer that the run cannot be trained with.
-
-    Returns:
-        The tokenizer, or the processor if images are read; what they and the model were made of; and the changes since
-        the run began or was saved, all of which are accepted.
 
     Raises:
         ConfigError, DataError, UnsupportedModelError: names what to change.
@@ -236,7 +261,7 @@ def _open_sources(
 
     _check_vocabulary(model, tokenizer)
     describe_positions(run.console, model, config.data.sequence_length)
-    return tokens, origin, changes
+    return Sources(tokens, origin, changes)
 
 
 def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -256,12 +256,7 @@ def _run(
     with Session(setup, seed=0, ranks=ranks) as session:
         session.load(Initialiser(model, seed=0))
         for step in range(1, STEPS + 1):
-            # The step's number is its seed, so that each run sees the same tokens.
-            generator = torch.Generator().manual_seed(step)
-            shape = (SEQUENCES * groups, SEQUENCE_LENGTH)
-            tokens = torch.randint(0, 512, shape, generator=generator, dtype=torch.int64, device="cpu")
-            batches = [{"input_ids": rows, "labels": rows} for rows in tokens.chunk(groups)]
-            result = session.engine.train_step(step, 1e-3, batches)
+            result = session.engine.train_step(step, 1e-3, _batches(step, groups))
 
             # `repr` writes as many digits as tell a float from every other one, so no bit is lost.
             digest.update(repr((result.loss, result.grad_norm)).encode())
@@ -275,6 +270,15 @@ def _run(
         moved = session.store.moved_bytes
 
     return digest.hexdigest(), moved["nvme_to_ram"] + moved["ram_to_nvme"]
+
+
+def _batches(step: int, groups: int) -> list[dict[str, torch.Tensor]]:
+    """Return the tokens of a step, in its groups."""
+    # The step's number is its seed, so that each run sees the same tokens.
+    generator = torch.Generator().manual_seed(step)
+    shape = (SEQUENCES * groups, SEQUENCE_LENGTH)
+    tokens = torch.randint(0, 512, shape, generator=generator, dtype=torch.int64, device="cpu")
+    return [{"input_ids": rows, "labels": rows} for rows in tokens.chunk(groups)]
 
 
 def _words(mode: Mode) -> tuple[str, str]:

@@ -137,9 +137,6 @@ def check_training_arguments(
     """
     check_fields(args)
 
-    # A member of the Trainer's enumeration, or the text that names it.
-    optimizer = getattr(args.optim, "value", args.optim)
-
     # A GPU without a number is whichever is the current one, so it may be the other one.
     there = args.device
     is_there = there.type == device.type and (None in (there.index, device.index) or there.index == device.index)
@@ -153,20 +150,13 @@ def check_training_arguments(
             f"the Trainer computes on {there}, and the streamed model on {device}: set use_cpu of the "
             "arguments, or tiers.device of megatier.stream, so that both are one.",
         ),
-        (
-            ranks > 1 and getattr(args.accelerator_config, "split_batches", False),
-            "split_batches cuts a batch over the ranks, which are groups of a step here; leave it out, and set "
-            "per_device_train_batch_size to the rows of one rank.",
-        ),
-        (
-            ranks > 1 and args.save_on_each_node,
-            "save_on_each_node: all ranks write one folder; leave it out.",
-        ),
-        (
-            ranks > 1 and args.auto_find_batch_size,
-            "auto_find_batch_size: memory may run out on one rank alone, whose batches would then be smaller than "
-            "those of the others. Leave it out, and choose per_device_train_batch_size.",
-        ),
+    )
+    if ranks > 1:
+        _check_for_ranks(args)
+
+    # A member of the Trainer's enumeration, or the text that names it.
+    optimizer = getattr(args.optim, "value", args.optim)
+    refuse_any(
         other_accumulation("gradient_accumulation_steps", args.gradient_accumulation_steps, accumulation_steps),
         (
             optimizer not in ADAMW_NAMES,
@@ -181,6 +171,30 @@ def check_training_arguments(
         (
             args.load_best_model_at_end and args.save_only_model,
             "load_best_model_at_end needs the state that save_only_model leaves out.",
+        ),
+    )
+
+
+def _check_for_ranks(args: TrainingArguments) -> None:
+    """Refuse training arguments that several ranks cannot follow.
+
+    Raises:
+        ConfigError: names the first one, and what to set instead.
+    """
+    refuse_any(
+        (
+            getattr(args.accelerator_config, "split_batches", False),
+            "split_batches cuts a batch over the ranks, which are groups of a step here; leave it out, and set "
+            "per_device_train_batch_size to the rows of one rank.",
+        ),
+        (
+            args.save_on_each_node,
+            "save_on_each_node: all ranks write one folder; leave it out.",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size: memory may run out on one rank alone, whose batches would then be smaller than "
+            "those of the others. Leave it out, and choose per_device_train_batch_size.",
         ),
     )
 
