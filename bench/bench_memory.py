@@ -36,7 +36,7 @@ from megatier.hardware import set_cuda_defaults
 from megatier.planner.memory import activation_bytes
 from megatier.session.process import make_repeatable
 from megatier.session.session import Session
-from megatier.setup.attention_choice import with_kernel
+from megatier.setup.attention_choice import choose_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import model_config_of, skeleton_of
@@ -156,7 +156,7 @@ def planned(case: Case, *, here: str = "") -> tuple[Setup, dict[str, float]]:
     if here:
         config = config.changed({"model.attention": here})
     else:
-        config, _ = with_kernel(config, model_config_of(config.model), machine)
+        config, _ = choose_kernel(config, model_config_of(config.model), machine)
     config = config.changed({"model.compile": config.model.compile is not False})
     setup = Setup.of(config, skeleton_of(config.model), machine)
     found = activation_bytes(setup)

@@ -64,7 +64,7 @@ from megatier.schedule.rates_file import read_rates
 from megatier.schedule.world import World
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
-from megatier.setup.attention_choice import with_kernel
+from megatier.setup.attention_choice import choose_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import model_config_of, open_model
@@ -79,7 +79,7 @@ def forecast(run: Run, machine: Path, ranks: int) -> dict[str, Any]:
     tiers = config.tiers
     budgets = Budgets(tiers.gpu or 0, tiers.ram or 0, run.nvme)
     there = Machine.elsewhere(tiers, read_rates(machine), budgets, World(ranks))
-    config, _ = with_kernel(config, model_config_of(config.model), there)
+    config, _ = choose_kernel(config, model_config_of(config.model), there)
     made = make_plan(Setup.of(config, skeleton(run, config.model.attention), there))
     return made.as_dict() | {"what": run.what, "machine_file": machine.name}
 
@@ -130,7 +130,7 @@ def measure(
     with written_base(run.shape, run.sequence, directory) if run.in_place else nullcontext() as base:
         config = config_of(run, deterministic, directory, base)
         machine = Machine.here(config.tiers, ranks=ranks)
-        config, _ = with_kernel(config, model_config_of(config.model), machine)
+        config, _ = choose_kernel(config, model_config_of(config.model), machine)
         make_repeatable(config)
         share_interpreter()
         began = time.perf_counter()
@@ -310,7 +310,7 @@ def _bound(run: Run, deterministic: bool) -> dict[str, Any] | None:
     """Measure the compute-only bound in a process of its own, so that its memory is free again."""
     config = config_of(run, deterministic, None)
     found = model_config_of(config.model)
-    attention = with_kernel(config, found, Machine.here(config.tiers))[0].model.attention
+    attention = choose_kernel(config, found, Machine.here(config.tiers))[0].model.attention
     groups = run.train.get("groups", 1)
     # Weights, activations and gradients lie on the GPU at once there: more than 16 sequences of 8B have no room.
     batch = min(16, run.batch // groups)

@@ -20,7 +20,7 @@ from megatier.planner.plan import Plan, make_plan
 from megatier.planner.search import search
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates_file import read_rates
-from megatier.setup.attention_choice import with_kernel
+from megatier.setup.attention_choice import choose_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import model_config_of, skeleton_of
@@ -96,7 +96,7 @@ def plan_of(case: Case) -> Plan:
     gpu = rates.gpu_bytes_beside(case.ram * GIB) or 0
     machine = Machine.elsewhere(config.tiers, rates, Budgets(round(gpu), case.ram * GIB, case.nvme * GIB))
     model = model_config_of(config.model)
-    config, _ = with_kernel(config, model, machine)
+    config, _ = choose_kernel(config, model, machine)
     setup = Setup.of(config, skeleton_of(config.model, model), machine)
     return make_plan(setup.changed(search(setup).settings))
 

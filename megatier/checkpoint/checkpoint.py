@@ -31,7 +31,7 @@ from megatier.checkpoint.arrays import ArrayReader
 from megatier.checkpoint.chunkfile import STAGED, ChunkFiles, check_ends
 from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, digest_of, read_json
-from megatier.checkpoint.run_directory import CHECKPOINT_NAME, checkpoints, step_of
+from megatier.checkpoint.run_directory import CHECKPOINT_NAME, checkpoints, parse_step
 from megatier.durable import REPLACED, discard, free_bytes, settle
 from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.layout import Layout, TensorSlice
@@ -56,10 +56,10 @@ CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "cr
 
 def checkpoint_bytes(units: Sequence[Unit]) -> int:
     """Return the bytes of the arrays of one checkpoint."""
-    return 4 * sum(math.prod(shape) for shape in arrays_of(units).values())
+    return 4 * sum(math.prod(shape) for shape in list_arrays(units).values())
 
 
-def arrays_of(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]:
+def list_arrays(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]:
     """Return the shape of each array of a checkpoint, by group and parameter.
 
     Units that hold parts of one parameter share its arrays.
@@ -67,7 +67,7 @@ def arrays_of(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]:
     shapes = {}
     for name in groups_of(units):
         for unit in units:
-            for tensor in tensors_of(unit.layout, name):
+            for tensor in list_tensors(unit.layout, name):
                 shapes[name, tensor.name] = tensor.parameter_shape
     return shapes
 
@@ -79,7 +79,7 @@ def groups_of(units: Sequence[Unit]) -> tuple[str, ...]:
     return tuple(name for name in ARRAYS if name in found)
 
 
-def tensors_of(layout: Layout, name: str) -> tuple[TensorSlice, ...]:
+def list_tensors(layout: Layout, name: str) -> tuple[TensorSlice, ...]:
     """Return the tensors of a unit that lie in arrays of a group: frozen ones have no moments, and a base has none."""
     # Units of one model may have different optimizers, as with Muon, and so different groups of arrays.
     if name not in layout.schema.arrays:
@@ -90,7 +90,7 @@ def tensors_of(layout: Layout, name: str) -> tuple[TensorSlice, ...]:
 
 def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters that a checkpoint has by name: frozen ones too, unless they are a base."""
-    return {parameter: shape for (name, parameter), shape in arrays_of(units).items() if name == MASTERS}
+    return {parameter: shape for (name, parameter), shape in list_arrays(units).items() if name == MASTERS}
 
 
 def check_room(folder: Path, units: Sequence[Unit]) -> None:
@@ -109,7 +109,7 @@ def prune(folder: Path, num_kept: int, best_step: int | None = None) -> None:
     """Remove all whole checkpoints but the last num_kept, at least 1, and that of the best step; see `remove`."""
     # The oldest goes first, so that whatever is left after a kill are the newest.
     for path in checkpoints(folder)[:-num_kept]:
-        if step_of(path) != best_step:
+        if parse_step(path) != best_step:
             remove(path)
 
 
@@ -206,7 +206,7 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
         raise DamagedCheckpointError(str(file), "is damaged: its digest is not that of its state")
 
     # A checkpoint that is not whole yet has a hidden name, which says no step.
-    if manifest is not None and CHECKPOINT_NAME.fullmatch(path.name) and manifest.step != step_of(path):
+    if manifest is not None and CHECKPOINT_NAME.fullmatch(path.name) and manifest.step != parse_step(path):
         raise DamagedCheckpointError(str(file), f"is of another checkpoint: that of step {manifest.step}")
     return state, manifest
 
@@ -281,7 +281,7 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
     check_parameters(path, units)
     shapes = {(MASTERS, name): shape for name, shape in parameter_shapes(units).items()}
     arrays = open_arrays(path, shapes)
-    with files_for(arrays.values()) as files:
+    with make_chunk_files(arrays.values()) as files:
         readers = {name: ArrayReader(files, array) for (_, name), array in arrays.items()}
 
         def read(unit: Unit, start: int, stop: int) -> Tensor:
@@ -323,7 +323,7 @@ def check_moments(path: Path, units: Sequence[Unit]) -> None:
         check_ends(array)
 
 
-def files_for(arrays: Iterable[StoredArray], num_staged: int = STAGED) -> ChunkFiles:
+def make_chunk_files(arrays: Iterable[StoredArray], num_staged: int = STAGED) -> ChunkFiles:
     """Open so many staging buffers that take the chunks of these arrays."""
     largest = max((array.grid.chunk_elements for array in arrays), default=1)
     return ChunkFiles(largest, NUM_READING_THREADS, num_staged)

@@ -34,10 +34,10 @@ from typing import Any
 from megatier.checkpoint.checkpoint import (
     CHECKPOINT_FORMAT,
     WRITING,
-    arrays_of,
     check_room,
     checkpoint_bytes,
     groups_of,
+    list_arrays,
     parameter_shapes,
     prune,
     remove_leftovers,
@@ -305,7 +305,7 @@ def _write_metadata(
     root = zarr.create_group(store=str(folder), zarr_format=3)
     attributes = {"megatier": {"format": CHECKPOINT_FORMAT}}
     groups = {name: root.create_group(name, attributes=attributes) for name in groups_of(units)}
-    _create_arrays(folder, groups, arrays_of(units))
+    _create_arrays(folder, groups, list_arrays(units))
 
     # Groups have no chunks.
     checksums = {}

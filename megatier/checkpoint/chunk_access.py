@@ -17,7 +17,7 @@ from megatier.errors import DamagedCheckpointError
 
 
 @contextlib.contextmanager
-def opening(path: Path) -> Iterator[None]:
+def typed_open_errors(path: Path) -> Iterator[None]:
     """Refuse a chunk that cannot be opened, or lies elsewhere.
 
     Raises:

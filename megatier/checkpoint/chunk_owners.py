@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatier.checkpoint.checkpoint import tensors_of
+from megatier.checkpoint.checkpoint import list_tensors
 from megatier.checkpoint.grid import Grid
 from megatier.models.decoder import Unit
 
@@ -85,7 +85,7 @@ class ChunkOwners:
         Of each parameter these are its first elements, if they lie in a chunk that begins before them, on another rank.
         """
         pieces = []
-        for tensor in tensors_of(self._layouts[unit].shard(rank, self._size), array):
+        for tensor in list_tensors(self._layouts[unit].shard(rank, self._size), array):
             # Only the first chunk of a run can begin on another rank: every later one begins inside of the run. So a
             # rank sends at most one piece of each parameter.
             start, stop = tensor.elements

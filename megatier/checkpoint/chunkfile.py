@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatier import _native
 from megatier.address import address_of
-from megatier.checkpoint.chunk_access import check_place, check_size, create, open_direct, open_plain, opening
+from megatier.checkpoint.chunk_access import check_place, check_size, create, open_direct, open_plain, typed_open_errors
 from megatier.checkpoint.grid import ArrayChunk, StoredArray
 from megatier.drives.io_engine import QUEUE_DEPTH_MAX, REQUEST_BYTES
 from megatier.errors import DamagedCheckpointError, TransferError
@@ -262,7 +262,7 @@ class ChunkFiles:
         self._flying.append(staged)
         staged.batch = None
         try:
-            with opening(path):
+            with typed_open_errors(path):
                 staged.files.append(open_direct(path))
                 staged.files.append(open_plain(path))
             check_size(path, staged.files[0], staged.num_bytes)
@@ -349,7 +349,7 @@ def check_ends(array: StoredArray) -> None:
     num_bytes = _file_bytes(array)
     for chunk, expected in zip(array.grid.chunks(), array.checksums or (), strict=False):
         path = array.folder / chunk.key
-        with opening(path):
+        with typed_open_errors(path):
             file = open_plain(path)
             try:
                 check_size(path, file, num_bytes)

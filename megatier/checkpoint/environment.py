@@ -33,7 +33,7 @@ WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 """Those by which GPU libraries choose them, apart because older versions did not note them."""
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def read_environment(device: torch.device) -> dict[str, Any]:
     """Return everything that decides bits besides the config, as plain JSON.
 
     Args:
@@ -63,17 +63,17 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the facts that decide bits and differ between two environments, as `differences`.
+def find_environment_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the facts that decide bits and differ between two environments, as `find_differences`.
 
     Older versions noted less, and only what they noted is compared. The order of attention's kernels is not compared:
     torch sets it at the first attention on a GPU, so one and the same environment may have been noted with two orders.
     """
     noted = {name: value for name, value in now.items() if name in before}
-    return differences(before, noted, free=(ORDER.name,))
+    return find_differences(before, noted, free=(ORDER.name,))
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = ()) -> Iterator[str]:
+def find_differences(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = ()) -> Iterator[str]:
     """Yield each name that is not free and whose value is another one now, with both values."""
     names = {*before, *now}.difference(free)
     for name in sorted(names):

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatier import _native
 from megatier.address import address_of
 from megatier.checkpoint.arrays import ArrayWriter
-from megatier.checkpoint.checkpoint import tensors_of
+from megatier.checkpoint.checkpoint import list_tensors
 from megatier.checkpoint.chunk_owners import ChunkOwners, sizes_of
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import Grid
@@ -171,7 +171,7 @@ class PlaneWriter:
         for piece, to in zip(pieces, self._sent.split(sizes), strict=True):
             sent[piece.name] = piece, to
 
-        for tensor in tensors_of(unit.layout, self._name):
+        for tensor in list_tensors(unit.layout, self._name):
             first, last = tensor.elements
             if tensor.name in sent:
                 piece, to = sent[tensor.name]

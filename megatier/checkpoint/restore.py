@@ -11,12 +11,12 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from megatier.checkpoint.checkpoint import (
-    arrays_of,
     check_moments,
     check_parameters,
-    files_for,
+    list_arrays,
+    list_tensors,
+    make_chunk_files,
     open_arrays,
-    tensors_of,
 )
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import StoredArray
@@ -62,7 +62,7 @@ def restore(
     check_parameters(path, session.whole_units)
 
     # Looked at first, so that a run whose moments are missing is refused before its state is touched.
-    for name, parameter in arrays_of(session.whole_units):
+    for name, parameter in list_arrays(session.whole_units):
         if not (root / name / parameter).exists() and (root / MASTERS / parameter).exists():
             raise CheckpointError(
                 f"{path} has no moments of {parameter}, which was frozen in its run. Freeze it as before, or export "
@@ -72,7 +72,7 @@ def restore(
     # Metadata that does not fit is refused on all ranks while each has its whole state.
     all_ranks = session.all_ranks
     with all_ranks.failing_together():
-        arrays = open_arrays(path, arrays_of(session.own_units))
+        arrays = open_arrays(path, list_arrays(session.own_units))
 
         if weights_only:
             check_moments(path, session.whole_units)
@@ -95,7 +95,7 @@ def _fill(
     with ExitStack() as stack:
         idle: SimpleQueue[ChunkFiles] = SimpleQueue()
         for _ in range(threads):
-            idle.put(stack.enter_context(files_for(arrays.values(), STAGED_EACH)))
+            idle.put(stack.enter_context(make_chunk_files(arrays.values(), STAGED_EACH)))
 
         @contextmanager
         def open_pieces(name: str, tensors: Sequence[TensorSlice]) -> Iterator[Iterator[tuple[int, Tensor]]]:
@@ -109,7 +109,7 @@ def _fill(
                 idle.put(files)
 
         def sources(unit: Unit) -> list[tuple[Sequence[Kind], Source]]:
-            named = {name: tensors_of(unit.layout, name) for name in groups}
+            named = {name: list_tensors(unit.layout, name) for name in groups}
             return [
                 (planes, partial(open_pieces, name, named[name]))
                 for name, planes in unit.layout.schema.arrays.items()

@@ -224,7 +224,7 @@ def check_is_run(path: Path) -> None:
         )
 
 
-def check_goes_on(path: Path, config: RunConfig) -> None:
+def check_can_resume(path: Path, config: RunConfig) -> None:
     """Refuse to resume a run that is over.
 
     Args:
@@ -236,7 +236,7 @@ def check_goes_on(path: Path, config: RunConfig) -> None:
     """
     # Savepoints are named as checkpoints are, and whichever is newer is gone on from.
     saved = [last_checkpoint(path / folder) for folder in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER)]
-    step = max((step_of(each) for each in saved if each is not None), default=None)
+    step = max((parse_step(each) for each in saved if each is not None), default=None)
 
     if config.output.export and (path / MODEL_FOLDER).exists():
         remedy = (
@@ -324,7 +324,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
     # Anything else in the folder is somebody else's. By step, since names of more digits do not sort as numbers do.
     whole = [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)]
-    return sorted(whole, key=step_of)
+    return sorted(whole, key=parse_step)
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -332,7 +332,7 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Return the last step of the state that a checkpoint holds."""
     return int(path.name.removeprefix("step-"))
 
@@ -388,7 +388,7 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def killed_runs(directory: Path) -> Iterator[Path]:
+def find_killed_runs(directory: Path) -> Iterator[Path]:
     """Yield run directories of processes that were killed: this directory, or those in it.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from megatier.checkpoint.best import Best
-from megatier.checkpoint.environment import changes_of, differences, environment
+from megatier.checkpoint.environment import find_differences, find_environment_changes, read_environment
 from megatier.checkpoint.manifest import digest_of
 from megatier.compute.token_tiles import Decision
 from megatier.config.file import to_dict
@@ -102,7 +102,7 @@ class RunState:
         return cls(
             step=step,
             config=_plain(config),
-            environment=environment(device),
+            environment=read_environment(device),
             text=text,
             origin=dict(origin),
             tiles=dict(tiles),
@@ -150,10 +150,10 @@ class RunState:
         # The checkpoint has what was trained, and the origin describes the rest.
         free = {MODEL_PATH} if self.origin else set()
         now = _numeric(_plain(config))
-        changes = list(differences(_numeric(self.config), now, free))
+        changes = list(find_differences(_numeric(self.config), now, free))
 
         # Another library or GPU may choose another kernel, so it counts like a setting.
-        changes += changes_of(self.environment, environment(device))
+        changes += find_environment_changes(self.environment, read_environment(device))
         return changes
 
     def check(self, changes: Collection[str], accepted: Container[str] = ()) -> None:
@@ -185,7 +185,7 @@ class RunState:
         now = _plain(config)
 
         # All of this section, because each of its settings may move a block.
-        tiers = differences(self.config.get("tiers", {}), now["tiers"])
+        tiers = find_differences(self.config.get("tiers", {}), now["tiers"])
         changes = [f"tiers.{change}" for change in tiers]
 
         old = _numeric(self.config)
@@ -193,7 +193,7 @@ class RunState:
 
         # Of the others none decides how large a block is.
         others = {*old, *new}.difference(WIDTH_SETTINGS)
-        changes += differences(old, new, free=others)
+        changes += find_differences(old, new, free=others)
         return changes
 
     def check_text(self, found: dict[str, Any]) -> None:
@@ -297,7 +297,7 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
         free = {MODEL_PATH} if is_bound else set()
         # What an older version did not have counts as what it did.
         before = ADDED | note["config"]
-        changes = list(differences(before, _numeric(_plain(config)), free))
+        changes = list(find_differences(before, _numeric(_plain(config)), free))
 
     if changes and not accepts_changes:
         raise ConfigError(

@@ -36,7 +36,7 @@ from megatier.checkpoint.run_directory import (
     SAVEPOINT_FOLDER,
     checkpoints,
     last_checkpoint,
-    step_of,
+    parse_step,
     step_path,
 )
 from megatier.checkpoint.run_state import RunState
@@ -120,7 +120,7 @@ class Savepoint:
         checkpoint = last_checkpoint(run / CHECKPOINT_FOLDER)
         if path is None:
             return None
-        if checkpoint is not None and step_of(checkpoint) >= step_of(path):
+        if checkpoint is not None and parse_step(checkpoint) >= parse_step(path):
             return None
 
         before = "its start" if checkpoint is None else str(checkpoint)
@@ -410,7 +410,7 @@ def _read_part(path: Path, stored: Any, folder: str, fields: Mapping[str, type])
     manifest = None
     if "manifest" in found:
         manifest = Manifest.read(path, found.pop("manifest"))
-        if manifest.step != step_of(path.parent):
+        if manifest.step != parse_step(path.parent):
             raise DamagedCheckpointError(str(path), f"is of another savepoint: that of step {manifest.step}")
     return RankPart(folder=folder, manifest=manifest, **found)
 

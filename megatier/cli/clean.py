@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatier.checkpoint.run_directory import killed_runs
+from megatier.checkpoint.run_directory import find_killed_runs
 from megatier.drives.leftovers import Leftover, find_leftovers
 from megatier.errors import mib
 from megatier.foreign import shown
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
             found.append(leftover)
             say(console, _line(leftover, removed=options.yes))
         # A run directory holds the only copy of what was trained, so this command never removes one.
-        for path in killed_runs(directory):
+        for path in find_killed_runs(directory):
             say(console, f"{path}: a killed run; `megatier resume` goes on with it")
 
     say(console, _summary(options.directory, [each for each in found if not each.stays], removed=options.yes))

@@ -80,7 +80,7 @@ def _checked(
         All settings, the dotted names of those that somebody gave, and of those that are still needed.
     """
     # Without a stand-in, a setting that is still needed would keep all others from being checked.
-    names = config_file.given_in(sections_of(made.settings), overrides)
+    names = config_file.list_given(sections_of(made.settings), overrides)
     needed = [name for name, (other, _) in NEEDED.items() if names.isdisjoint({name, other})]
     tree = sections_of({**made.settings, **{name: NEEDED[name][1] for name in needed}})
     try:

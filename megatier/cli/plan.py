@@ -16,14 +16,14 @@ from rich.console import Console
 from megatier.cli.output import json_text, print_json, write_text
 from megatier.config import file as config_file
 from megatier.config import text as config_text
-from megatier.config.remarks import remarks
+from megatier.config.remarks import list_remarks
 from megatier.config.schema import RunConfig
 from megatier.errors import ConfigError
 from megatier.hardware import mount_of
 from megatier.measure.probe import io_threads
 from megatier.report.console import say
 from megatier.report.figures import NO_GPU
-from megatier.report.plan_text import links_assumption, rates_assumption, sentences, tables
+from megatier.report.plan_text import links_assumption, make_tables, rates_assumption, write_sentences
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates import ASSUMED, Rates
 from megatier.schedule.rates_file import as_dict, read_rates
@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     say(console, f"{options.config}: loading PyTorch and transformers")
     with _nothing_collected():
         planned = _planned(loaded, given, world, elsewhere, searches=options.search)
-    for words in remarks(loaded.changed(planned.chosen)):
+    for words in list_remarks(loaded.changed(planned.chosen)):
         say(console, words)
 
     # Asked before anything is written, since it may refuse the directory of the run.
@@ -105,10 +105,10 @@ def _write_files(options: argparse.Namespace, document: Mapping[str, Any], plan:
 def _print_tables(console: Console, planned: Planned, *, here: bool) -> None:
     """Print the choice, and the tables of the plan."""
     if planned.chosen:
-        say(console, f"chosen: {config_text.options(planned.chosen)}")
+        say(console, f"chosen: {config_text.format_options(planned.chosen)}")
     if here and planned.machine.device.type == "cpu":
         say(console, NO_GPU)
-    for table in tables(planned.plan):
+    for table in make_tables(planned.plan):
         console.print(table)
 
 
@@ -127,7 +127,7 @@ def _print_sentences(console: Console, planned: Planned, loaded: RunConfig, take
 
     # How many steps epochs are is for the text to say, which a plan does not read.
     steps = None if loaded.train.epochs is not None else loaded.train.steps
-    words = sentences(planned.plan, steps, taken)
+    words = write_sentences(planned.plan, steps, taken)
     console.print(*words, sep="\n", markup=False, highlight=False)
 
 
@@ -224,7 +224,7 @@ def _planned(
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.planner.plan import make_plan
     from megatier.planner.search import search
-    from megatier.setup.attention_choice import with_kernel
+    from megatier.setup.attention_choice import choose_kernel
     from megatier.setup.machine import Machine
     from megatier.setup.setup import Setup
     from megatier.setup.skeleton import model_config_of, skeleton_of
@@ -238,7 +238,7 @@ def _planned(
         machine = Machine.elsewhere(loaded.tiers, *elsewhere, world)
 
     # The kernel depends on how long sequences are.
-    loaded, _ = with_kernel(fit_positions(loaded, given, model_config), model_config, machine)
+    loaded, _ = choose_kernel(fit_positions(loaded, given, model_config), model_config, machine)
     setup = settle_choices(Setup.of(loaded, skeleton_of(loaded.model, model_config), machine)).with_tower()
 
     # `megatier train` chooses settings only on a machine that was measured, and so does a plan of its run.

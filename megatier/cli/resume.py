@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatier.checkpoint.run_directory import CONFIG_FILE, DATA_FOLDER, check_goes_on, check_is_run
+from megatier.checkpoint.run_directory import CONFIG_FILE, DATA_FOLDER, check_can_resume, check_is_run
 from megatier.config import file as config_file
 from megatier.data.token_note import TOKENS_NOTE_FILE
 from megatier.errors import ConfigError
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     loaded, given = config_file.load_given(path, words, is_saved=True)
     # Several ranks find that out together, since each of them may see another directory.
     if "RANK" not in os.environ:
-        check_goes_on(options.directory, loaded)
+        check_can_resume(options.directory, loaded)
 
     console = run_console()
     announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")

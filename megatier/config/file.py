@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatier.config.overrides import check_known, is_nested, laid_over, settings_of
+from megatier.config.overrides import check_known, is_nested, merge_settings, parse_overrides
 from megatier.config.schema import CONFIG_SECTIONS, RunConfig
 from megatier.config.section import from_text, hints
 from megatier.config.values import parse_list, read_yaml, require_unit
@@ -36,7 +36,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 def load_given(
     path: Path | None, overrides: Sequence[str] = (), *, is_saved: bool = False
 ) -> tuple[RunConfig, frozenset[str]]:
-    """Return the config, and the dotted names of the settings that the file and the overrides give (`given_in`).
+    """Return the config, and the dotted names of the settings that the file and the overrides give (`list_given`).
 
     The file is read once: it may be a pipe, or be written meanwhile.
 
@@ -57,8 +57,8 @@ def load_given(
     check_units(written, overrides)
 
     _check_text(overrides)
-    tree = laid_over(tree, overrides)
-    return _parsed(tree), given_in(tree)
+    tree = merge_settings(tree, overrides)
+    return _parsed(tree), list_given(tree)
 
 
 def load_saved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -77,7 +77,7 @@ def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConf
         ConfigError: as `load`.
     """
     _check_text(overrides)
-    return _parsed(laid_over(_sections(tree, "the stored config"), overrides))
+    return _parsed(merge_settings(_sections(tree, "the stored config"), overrides))
 
 
 def _parsed(tree: Mapping[str, Mapping[str, Any]]) -> RunConfig:
@@ -113,9 +113,9 @@ def _check_text(words: Iterable[object]) -> None:
             )
 
 
-def given_in(tree: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()) -> frozenset[str]:
+def list_given(tree: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()) -> frozenset[str]:
     """Return the dotted names of settings that sections and overrides give, without those inside of others."""
-    sections = laid_over(tree, overrides)
+    sections = merge_settings(tree, overrides)
     return frozenset(f"{name}.{key}" for name, keys in sections.items() for key in keys)
 
 
@@ -196,7 +196,7 @@ def check_units(tiers: Mapping[str, Any], overrides: Sequence[str] = ()) -> None
         ConfigError: names the budget.
     """
     found = dict(tiers)
-    for name, text in settings_of(overrides):
+    for name, text in parse_overrides(overrides):
         found[name.removeprefix("tiers.")] = text
 
     for key in ("gpu", "gpu_limit", "ram", "locked"):

@@ -46,7 +46,7 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
 """Settings by the names that other trainers give them."""
 
 
-def meant(
+def suggest_names(
     name: str, known: Sequence[str], elsewhere: Mapping[str, str] = NAMES_ELSEWHERE, *, cutoff: float = 0.6
 ) -> str | None:
     """Return the name that was meant by an unknown one; None: none is like it.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatier.config.lora import LORA_NAMES
-from megatier.config.names import meant
+from megatier.config.names import suggest_names
 from megatier.config.schema import CONFIG_SECTIONS
 from megatier.config.section import hints
 from megatier.config.values import parse_yaml
@@ -20,7 +20,7 @@ AS_WRITTEN = tuple(f"model.lora.{key}" for key in LORA_NAMES)
 """Nested settings that are no YAML."""
 
 
-def settings_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the setting and the text of each override.
 
     Raises:
@@ -47,14 +47,14 @@ def settings_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield name, text
 
 
-def laid_over(tree: Mapping[str, Mapping[str, Any]], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+def merge_settings(tree: Mapping[str, Mapping[str, Any]], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return sections with overrides in them: the last one of a setting wins, and each wins over the sections.
 
     Raises:
-        ConfigError: as `settings_of`, or a nested setting is no YAML.
+        ConfigError: as `parse_overrides`, or a nested setting is no YAML.
     """
     laid: dict[str, Any] = {name: dict(keys) for name, keys in tree.items()}
-    for name, text in settings_of(overrides):
+    for name, text in parse_overrides(overrides):
         value: Any = text
 
         # Settings of ours are parsed by the section, which knows their types. What is inside of a nested one nobody
@@ -97,7 +97,7 @@ def check_known(keys: Iterable[str], where: str | None = None) -> None:
         if key in CONFIG_SECTIONS:
             raise ConfigError(f"{key} is a section; set one of its keys, such as --{by_section[key][0]}.")
 
-        near = meant(key, [*known, *CONFIG_SECTIONS], cutoff=0.5)
+        near = suggest_names(key, [*known, *CONFIG_SECTIONS], cutoff=0.5)
         section, _, _ = key.partition(".")
         siblings = by_section.get(section, list(CONFIG_SECTIONS))
         hint = f"did you mean {near}?" if near else f"known are {', '.join(siblings)}."

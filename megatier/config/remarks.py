@@ -10,7 +10,7 @@ RATE_MAX = 1.0
 """Learning rate from which on it is remarked on. Weights of models are far below 1."""
 
 
-def remarks(config: RunConfig, rate: str = "train.learning_rate") -> Iterator[str]:
+def list_remarks(config: RunConfig, rate: str = "train.learning_rate") -> Iterator[str]:
     """Yield a sentence for each such setting.
 
     Args:

@@ -16,7 +16,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 from typing import get_type_hints as hints_of_class
 
-from megatier.config.names import meant
+from megatier.config.names import suggest_names
 from megatier.config.values import ByteCount, byte_count, number, parse_list, parse_yaml, require, told
 from megatier.errors import ConfigError
 from megatier.foreign import shown
@@ -68,7 +68,7 @@ class Section:
         for name in given:
             if name in known:
                 continue
-            near = meant(name, known)
+            near = suggest_names(name, known)
             hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}."
             raise ConfigError(f"unknown setting {cls.dotted(shown(name))}; {hint}")
 

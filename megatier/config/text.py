@@ -87,7 +87,7 @@ def _is_size(section: Any, key: str) -> bool:  # noqa: ANN401
     return ByteCount in types_of(hints(section)[key])
 
 
-def options(settings: Mapping[str, Any]) -> str:
+def format_options(settings: Mapping[str, Any]) -> str:
     """Return settings by dotted name as options of the command line, with units."""
     words = []
     for dotted, value in settings.items():

@@ -19,7 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from megatier.data.formats import Format, said_of
+from megatier.data.formats import Format, describe_format
 from megatier.errors import DataError, FileChangedError, mib
 from megatier.files import FileVersion, open_regular
 
@@ -95,7 +95,7 @@ def decode(raw: bytes, place: str, offset: int = 0) -> str:
         DataError: they are no text. Says what they are, if that can be seen, and the byte.
     """
     # Only the beginning of a file says what it is.
-    if offset == 0 and (said := said_of(raw)) is not None:
+    if offset == 0 and (said := describe_format(raw)) is not None:
         raise DataError(f"{place}: the file {said}.")
     try:
         text = raw.decode(UTF8)
@@ -137,7 +137,7 @@ def _pieces(path: Path, found: Format) -> Generator[bytes]:
 
     A mark stays where it is, so that bytes keep their numbers.
     """
-    pieces = _unpacked(path, found.compression)
+    pieces = _unpack(path, found.compression)
     first = next(pieces, b"")
 
     # A decompressor may give fewer bytes than a mark has.
@@ -148,12 +148,12 @@ def _pieces(path: Path, found: Format) -> Generator[bytes]:
     # UTF-32 comes first among the marks, since its mark begins with that of UTF-16.
     for mark, encoding in BYTE_ORDER_MARKS:
         if first.startswith(mark):
-            yield from _recoded(path, pieces, encoding)
+            yield from _recode(path, pieces, encoding)
             return
     yield from pieces
 
 
-def _recoded(path: Path, pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
+def _recode(path: Path, pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
     """Yield the text of an encoding in UTF-8."""
     decoder: Any = codecs.getincrementaldecoder(encoding)("strict")
     offset = 0
@@ -168,7 +168,7 @@ def _recoded(path: Path, pieces: Iterator[bytes], encoding: str) -> Iterator[byt
         offset += len(piece)
 
 
-def _unpacked(path: Path, compression: str | None) -> Iterator[bytes]:
+def _unpack(path: Path, compression: str | None) -> Iterator[bytes]:
     """Yield the bytes of a file, decompressed.
 
     Raises:

@@ -53,7 +53,7 @@ class Format:
     """The suffix that says so, in small letters and without that of the compression."""
 
 
-def format_of(path: Path, declared: str = "auto") -> Format:
+def find_format(path: Path, declared: str = "auto") -> Format:
     """Return the format of a file.
 
     Args:
@@ -83,7 +83,7 @@ def format_of(path: Path, declared: str = "auto") -> Format:
     return Format(name, compression, suffix)
 
 
-def said_of(head: bytes) -> str | None:
+def describe_format(head: bytes) -> str | None:
     """Return the format of a file that begins with these bytes, and a remedy; None: it may be a text."""
     # The only one whose mark is not at its beginning.
     if head[257:262] == TAR:

@@ -9,14 +9,14 @@ from megatier.data import hub
 from megatier.data.conversation import Conversation
 from megatier.data.records import BadRecords
 from megatier.data.shuffle import hash_numbers
-from megatier.data.text import documents, numbered_documents, read_rows
+from megatier.data.text import read_documents, read_numbered_documents, read_rows
 
 
 def split_documents(config: DataConfig, bad: BadRecords) -> Iterator[tuple[bool, str | Conversation]]:
     """Yield whether a document is held out, and the document; of a stream, those that are held out.
 
     Raises:
-        DataError: as `numbered_documents` and `read_rows`.
+        DataError: as `read_numbered_documents` and `read_rows`.
     """
     split = config.holdout_split
     if config.streaming:
@@ -27,7 +27,7 @@ def split_documents(config: DataConfig, bad: BadRecords) -> Iterator[tuple[bool,
         return
 
     count = 0
-    for number, document in numbered_documents(config, bad=bad):
+    for number, document in read_numbered_documents(config, bad=bad):
         held_out = split is None and is_held_out(number, config.holdout_fraction, config.seed)
 
         # A file that is named several times is trained on as often, and what is held out of it is evaluated once.
@@ -35,7 +35,7 @@ def split_documents(config: DataConfig, bad: BadRecords) -> Iterator[tuple[bool,
             yield held_out, document
         count = max(count, number + 1)
     if split is not None:
-        yield from ((True, document) for document in documents(config, split, bad))
+        yield from ((True, document) for document in read_documents(config, split, bad))
 
 
 def is_held_out(number: int, fraction: float, seed: int) -> bool:

@@ -24,9 +24,9 @@ from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Conversation
 from megatier.data.holdout import split_documents
 from megatier.data.image_file import ImageBytes, decode_all, digest_of
-from megatier.data.image_packs import Pack, Positions, check_room, joined, packed, without_first
+from megatier.data.image_packs import Pack, Positions, check_room, join_rows, pack_images, without_first
 from megatier.data.image_rows import ByteWriter, ImageRow, RowRange, RowWriter, ranges_of, raw_images
-from megatier.data.processor import Processor, checksum_of, labels_of
+from megatier.data.processor import Processor, checksum_of, make_labels
 from megatier.data.records import BadRecords
 from megatier.data.shuffle import permute
 from megatier.data.token_note import TOKENS_NOTE_FILE, Content, describe_settings, read_contents, write_note
@@ -225,7 +225,7 @@ class ImageChats:
 
         pad_token = self._processor.tokenizer.pad_token_id
         assert isinstance(pad_token, int), "a processor without one is refused"
-        return joined(apart, self.sequence_length, pad_token, self._positions)
+        return join_rows(apart, self.sequence_length, pad_token, self._positions)
 
     def _padded(self, rows: Sequence[ImageRow], length: int) -> Group:
         """Return what the model takes of conversations, each in a row of so many tokens."""
@@ -244,7 +244,7 @@ class ImageChats:
                     f"{row.place}: the processor makes other tokens of it now than when the run began. Bring the old "
                     "processor back, or begin a new run."
                 )
-        return {**columns, "labels": labels_of(ids, [row.learnt for row in rows])}
+        return {**columns, "labels": make_labels(ids, [row.learnt for row in rows])}
 
 
 def _contents(
@@ -322,7 +322,7 @@ def _lay(rows: list[ImageRow], config: DataConfig, writer: RowWriter) -> None:
     """Write the conversations that wait, alone or packed, and let go of them."""
     packs: list[Pack] = [(row,) for row in rows]
     if config.max_patches is not None:
-        packs = packed(rows, config.sequence_length, config.max_patches)
+        packs = pack_images(rows, config.sequence_length, config.max_patches)
     for pack in packs:
         writer.write(pack)
     rows.clear()

@@ -28,7 +28,7 @@ Positions = Callable[[Columns], Tensor]
 directions. The first of these four are the numbers of the tokens."""
 
 
-def packed(rows: Sequence[ImageRow], num_tokens: int, max_patches: int) -> list[Pack]:
+def pack_images(rows: Sequence[ImageRow], num_tokens: int, max_patches: int) -> list[Pack]:
     """Return which conversations share a sequence: the longest first, each in the fullest one that has room for it.
 
     Sequences come in the order of their first conversations.
@@ -105,7 +105,7 @@ def _numbers(columns: Columns) -> Tensor:
     return torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
 
 
-def joined(
+def join_rows(
     packs: Sequence[Sequence[Columns]], num_tokens: int, pad_token: int, positions: Positions
 ) -> dict[str, Tensor]:
     """Return what the model takes of some sequences, each of several conversations.

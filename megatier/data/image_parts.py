@@ -105,7 +105,7 @@ def place_images(
                 # Not an error yet: the counts are compared below, where the message has both.
                 own = next(left, None)
             if own is not None:
-                images.append(source_of(own, place))
+                images.append(find_source(own, place))
         placed.append({**message, "content": parts})
 
     if num_open != len(listed):
@@ -116,7 +116,7 @@ def place_images(
     return placed, tuple(images)
 
 
-def source_of(value: object, place: str) -> ImageSource:
+def find_source(value: object, place: str) -> ImageSource:
     """Return the path or the bytes that a record gives for an image.
 
     Raises:
@@ -128,7 +128,7 @@ def source_of(value: object, place: str) -> ImageSource:
 
         # One level alone: a hostile record could nest without end.
         if inner is not None and not isinstance(inner, dict):
-            return source_of(inner, place)
+            return find_source(inner, place)
     if isinstance(value, bytes) and value:
         return value
     if not isinstance(value, str) or not value:

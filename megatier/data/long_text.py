@@ -51,7 +51,7 @@ class _TokenRun:
         return _TokenRun(start + len(piece), ids, in_whole_text)
 
 
-def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int64]]:
+def tokenise_long_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int64]]:
     """Yield the token ids of a text in pieces that lie end to end.
 
     A tokenizer that does not say which characters a token has is given the whole text.

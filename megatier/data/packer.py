@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerBase
 
 from megatier.config.data_section import BYTE_TOKENIZER, DataConfig
 from megatier.data.conversation import Conversation
-from megatier.data.long_text import PIECE_CHARACTERS, tokens_of
+from megatier.data.long_text import PIECE_CHARACTERS, tokenise_long_text
 from megatier.data.records import BadRecords
 from megatier.data.template import tokenise_chats
-from megatier.data.tokenizer import TOKENIZER_REMEDY, special_tokens
+from megatier.data.tokenizer import TOKENIZER_REMEDY, find_special_tokens
 from megatier.errors import DataError
 
 MARK_BITS = 2
@@ -67,7 +67,7 @@ class Packer:
         self._window: list[Conversation] = []
         """Conversations that wait to be packed."""
         self._window_bytes = 0
-        self._empty = special_tokens(tokenizer)
+        self._empty = find_special_tokens(tokenizer)
         self._handed_on: list[NDArray[np.int64]] = []
         """The pieces of a window's emptiest row, which are packed with the next window."""
 
@@ -242,7 +242,7 @@ def _cut(tokens: NDArray[np.int64], row: int) -> Iterator[NDArray[np.int64]]:
 def _tokens(text: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int64]]:
     """Yield the token ids of a text, in pieces."""
     if config.tokenizer != BYTE_TOKENIZER:
-        yield from tokens_of(text, tokenizer)
+        yield from tokenise_long_text(text, tokenizer)
         return
 
     # The same as the byte tokenizer gives, about two hundred times faster.

@@ -25,7 +25,7 @@ from megatier.config.data_section import PROCESSOR_FILES
 from megatier.config.schema import RunConfig
 from megatier.data.columns import IGNORED
 from megatier.data.conversation import Conversation
-from megatier.data.template import UNLEARNT, Template, covered
+from megatier.data.template import UNLEARNT, Template, mask_ranges
 from megatier.data.tokenizer import folder_of, load_tokenizer
 from megatier.errors import DataError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, shown
@@ -103,7 +103,7 @@ class Processor:
                 "or leave the record out."
             )
 
-        learnt = covered(spans, _moved(ranges, replaced)) & ~of_images
+        learnt = mask_ranges(spans, _moved(ranges, replaced)) & ~of_images
         if not learnt.any():
             raise DataError(f"{conversation.place}: {UNLEARNT}")
         return text, ids, learnt, len(found.get(PIXELS, ()))
@@ -209,7 +209,7 @@ def _touched(spans: NDArray[np.int64], ranges: Sequence[tuple[int, int]]) -> NDA
     return found
 
 
-def labels_of(ids: Tensor, learnt: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+def make_labels(ids: Tensor, learnt: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
     """Return labels of rows: ids, or -100 for a token that is not learnt. The model shifts them.
 
     Args:

@@ -25,7 +25,7 @@ Shards = dict[str, list[Any]]
 """Size, digest, and nanoseconds of the last change (None: all of it is in the digest) by the name of a file."""
 
 
-def shards_of(folder: str, files: Sequence[str]) -> Shards:
+def list_shards(folder: str, files: Sequence[str]) -> Shards:
     """Return the shards that files below a folder are.
 
     Raises:
@@ -35,7 +35,7 @@ def shards_of(folder: str, files: Sequence[str]) -> Shards:
     return {os.path.relpath(file, folder): _identity(Path(file)) for file in files}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def find_shard_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return which files are others now, and how, each in a few words."""
     return list(_changes(before, now))
 

@@ -28,7 +28,7 @@ from megatier.data.conversation import (
 )
 from megatier.data.dataset_info import describe
 from megatier.data.encoded import check_head, read_text
-from megatier.data.formats import RECORD_FORMATS, TABLE_FORMATS, Format, format_of
+from megatier.data.formats import RECORD_FORMATS, TABLE_FORMATS, Format, find_format
 from megatier.data.image_file import IMAGE_SUFFIXES
 from megatier.data.image_parts import IMAGE_KEYS
 from megatier.data.records import BadRecords, read_json, read_records, saved_files
@@ -75,7 +75,7 @@ class Source:
             if isinstance(records, str):
                 yield records
             else:
-                for document in shaped(records, self.shape, bad):
+                for document in with_shape(records, self.shape, bad):
                     yield in_folder(document, self.path.parent)
         except OSError as error:
             raise self._unreadable(error) from error
@@ -126,7 +126,7 @@ class Source:
         return DataError(f"cannot read {path}: {error.strerror or error}.")
 
 
-def shaped(records: Iterable[tuple[str, Any]], shape: Shape, bad: BadRecords) -> Iterator[str | Conversation]:
+def with_shape(records: Iterable[tuple[str, Any]], shape: Shape, bad: BadRecords) -> Iterator[str | Conversation]:
     """Yield a document for each record. One that is left out counts as an empty text.
 
     Raises:
@@ -148,7 +148,7 @@ def shaped(records: Iterable[tuple[str, Any]], shape: Shape, bad: BadRecords) ->
     bad.end()
 
 
-def shape_of(config: DataConfig) -> Shape:
+def find_shape(config: DataConfig) -> Shape:
     """Return the shape of records, as the config says."""
     if config.chat is None:
         return Text(config.text_field)
@@ -206,7 +206,7 @@ def check_sources(config: DataConfig, say: Say = _keep_quiet) -> None:
 
 def _sources(entry: str, config: DataConfig, say: Say) -> Iterator[Source]:
     """Yield the files that an entry of `data.files` stands for. One of a `dataset_info.json` has its own shape."""
-    shape = shape_of(config)
+    shape = find_shape(config)
     suffixes = config.suffixes
     file, mark, name = entry.rpartition("#")
     is_described = bool(mark) and Path(file).name == DATASET_INFO
@@ -229,7 +229,7 @@ def _sources(entry: str, config: DataConfig, say: Say) -> Iterator[Source]:
             continue
         names.add(real)
 
-        found = format_of(path, config.format)
+        found = find_format(path, config.format)
         if found.name == "text" and not isinstance(shape, Text):
             raise DataError(
                 f"{path} holds no conversations, but data.chat is set. Give files of {' '.join(RECORD_FORMATS)}, or "
@@ -332,7 +332,7 @@ def _in_folder(folder: Path, suffixes: tuple[str, ...], expected: frozenset[str]
 def _suffix_of(path: Path) -> str:
     """Return the suffix of a file in a folder, in small letters and without that of a compression."""
     try:
-        return format_of(path).suffix
+        return find_format(path).suffix
     except DataError:  # an archive, or a table in a compressed file: not one of the texts
         return path.suffix.lower()
 

@@ -110,7 +110,7 @@ def _tokenised(
     for rendered, ids, spans in zip(batch, all_ids, all_spans, strict=True):
         # A conversation without tokens has no spans, and still two columns.
         pairs = np.asarray(spans, np.int64).reshape(-1, 2)
-        learnt = covered(pairs, rendered.ranges)
+        learnt = mask_ranges(pairs, rendered.ranges)
         if not learnt.any():
             bad.leave_out(DataError(f"{rendered.place}: {UNLEARNT}"))
             continue
@@ -118,7 +118,7 @@ def _tokenised(
         yield np.asarray(ids, np.int64), learnt
 
 
-def covered(spans: NDArray[np.int64], ranges: Sequence[CharacterRange]) -> NDArray[np.bool_]:
+def mask_ranges(spans: NDArray[np.int64], ranges: Sequence[CharacterRange]) -> NDArray[np.bool_]:
     """Return which tokens lie in one of some ranges of characters, with all that they stand for.
 
     A token that reaches over the border of a turn has characters that the assistant did not write.

@@ -15,21 +15,21 @@ from megatier.config.data_section import Chat, DataConfig
 from megatier.data import hub
 from megatier.data.conversation import CHAT_KEYS, Conversation, in_folder
 from megatier.data.records import BadRecords
-from megatier.data.sources import Source, find_sources, shape_of, shaped
+from megatier.data.sources import Source, find_shape, find_sources, with_shape
 from megatier.errors import DataError
 
 LOOKED_AT = 100
 """Conversations in which `has_images` looks for images."""
 
 
-def documents(
+def read_documents(
     config: DataConfig, split: str | None = None, bad: BadRecords | None = None
 ) -> Iterator[str | Conversation]:
-    """Yield the documents as `numbered_documents` does, without their numbers."""
-    return (document for _, document in numbered_documents(config, split, bad))
+    """Yield the documents as `read_numbered_documents` does, without their numbers."""
+    return (document for _, document in read_numbered_documents(config, split, bad))
 
 
-def numbered_documents(
+def read_numbered_documents(
     config: DataConfig, split: str | None = None, bad: BadRecords | None = None
 ) -> Iterator[tuple[int, str | Conversation]]:
     """Yield the documents in order, up to `data.max_samples` and `data.max_bytes` of UTF-8. Empty ones are left out.
@@ -88,7 +88,7 @@ def _read(
         dataset = hub.load(config, split)
         rows = hub.rows(config, split, dataset)
         folder = Path(config.dataset).expanduser()
-        yield None, (in_folder(document, folder) for document in shaped(rows, shape_of(config), bad))
+        yield None, (in_folder(document, folder) for document in with_shape(rows, find_shape(config), bad))
         return
     for source in find_sources(config):
         yield source, source.read(bad)
@@ -105,7 +105,7 @@ def read_rows(
     Raises:
         DataError: a row is malformed and not to be left out, or the dataset cannot be read any further.
     """
-    shape = shape_of(config)
+    shape = find_shape(config)
     for place, row in hub.rows(config, split, dataset):
         document: str | Conversation = ""
         try:
@@ -135,7 +135,7 @@ def has_images(config: DataConfig) -> bool:
     Args:
         config: files of conversations, with `images`.
     """
-    first = itertools.islice(documents(config, bad=BadRecords(skips=True)), LOOKED_AT)
+    first = itertools.islice(read_documents(config, bad=BadRecords(skips=True)), LOOKED_AT)
 
     # What cannot be read is for the run to say.
     with contextlib.suppress(DataError):

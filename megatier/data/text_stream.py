@@ -27,7 +27,7 @@ from megatier.config.data_section import DataConfig
 from megatier.data import hub
 from megatier.data.columns import make_columns
 from megatier.data.records import BadRecords
-from megatier.data.shards import changes, shards_of
+from megatier.data.shards import find_shard_changes, list_shards
 from megatier.data.stream_position import Position
 from megatier.data.stream_reader import StreamReader
 from megatier.data.token_files import tokenise
@@ -85,7 +85,7 @@ class TextStream:
         pinned = replace(config, revision=commit or config.revision)
         dataset, self._commit = hub.stream(pinned, config.split)
         files = hub.local_files(config, config.split)
-        self._shards = shards_of(config.dataset or "", files)
+        self._shards = list_shards(config.dataset or "", files)
         self._check_shards(state)
         pinned = replace(pinned, revision=self._commit)
         _, self._held_out, self.damaged = tokenise(pinned, tokenizer, directory, self.bad)
@@ -175,7 +175,7 @@ class TextStream:
         if not noted or not self._checks:
             return
 
-        found = changes(noted, self._shards)
+        found = find_shard_changes(noted, self._shards)
         if not found:
             return
         shown = "; ".join(found[:CHANGES_SHOWN])

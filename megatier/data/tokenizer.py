@@ -140,7 +140,7 @@ def _load(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def find_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that say nothing about a text: special ones, and the one for what is unknown."""
     return [number for number in {*tokenizer.all_special_ids, tokenizer.unk_token_id} if number is not None]
 
@@ -155,7 +155,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether nothing of a text survives: neither of all letters, nor of tokens of its own."""
-    empty = set(special_tokens(tokenizer))
+    empty = set(find_special_tokens(tokenizer))
 
     # A vocabulary need not have letters at all, so tokens of its own are tried as well.
     most = min(len(tokenizer), SAMPLE_TOKENS)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 import torch
 
 from megatier.config.file import check_units
-from megatier.config.names import meant
+from megatier.config.names import suggest_names
 from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.config.section import Section
 from megatier.config.values import check_setting, number, require
@@ -237,7 +237,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
     known = ["tiers", "train", *SHORT]
     for name in names:
         if name not in known:
-            near = meant(name, known, ELSEWHERE, cutoff=0.7)
+            near = suggest_names(name, known, ELSEWHERE, cutoff=0.7)
             hint = f"Did you mean {near}?" if near else f"It takes {', '.join(known)}."
             raise ConfigError(f"megatier.stream has no argument {shown(name)}. {hint}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, settle_replaced
-from megatier.checkpoint.environment import changes_of
+from megatier.checkpoint.environment import find_environment_changes
 from megatier.checkpoint.run_directory import last_checkpoint
 from megatier.errors import CheckpointError
 from megatier.foreign import shown
@@ -97,7 +97,7 @@ class SavedStream:
                 "on. Open the model with the same products and products_except to go on as before."
             )
         noted = self.state.get("environment")
-        if isinstance(noted, dict) and (others := list(changes_of(noted, environment))):
+        if isinstance(noted, dict) and (others := list(find_environment_changes(noted, environment))):
             yield (
                 f"{self.path} was written in another environment: {shown('; '.join(others))}. State is taken bit by "
                 "bit, but steps may be rounded in other ways from now on."

@@ -17,7 +17,7 @@ from megatier.adapters.given_adapters import add_given, check_adapters, check_tr
 from megatier.adapters.in_place import note_base_tensors
 from megatier.adapters.quantised_base import CodesReader, is_quantised, open_quantised
 from megatier.caller import warn
-from megatier.config.remarks import remarks
+from megatier.config.remarks import list_remarks
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.config.values import require
 from megatier.defaults import usual_defaults
@@ -117,7 +117,7 @@ def stream(
     """
     config = loop_config(short, tiers, train, _own_attention(model))
     rate_name = "train.learning_rate" if train else "lr"
-    for words in remarks(config, rate_name):
+    for words in list_remarks(config, rate_name):
         warn(words)
 
     # An empty path would be the current directory.

@@ -25,9 +25,9 @@ from megatier.adapters.given_adapters import without_adapters
 from megatier.adapters.lora import adapter_config
 from megatier.checkpoint.checkpoint import settle_replaced
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
-from megatier.checkpoint.environment import environment
+from megatier.checkpoint.environment import read_environment
 from megatier.checkpoint.restore import restore
-from megatier.checkpoint.run_directory import step_of
+from megatier.checkpoint.run_directory import parse_step
 from megatier.checkpoint.run_state import read_tiles
 from megatier.errors import BlockNotFoundError, CapacityError, StreamedModelError
 from megatier.guards.token_rows import few_tokens
@@ -306,7 +306,7 @@ class StreamedState(ABC):
         state = {
             # By this key `restore` tells such a checkpoint from one of `megatier train`.
             "streamed": self.optimizer.saved_settings(),
-            "environment": environment(self.device),
+            "environment": read_environment(self.device),
             "groups": self.groups,
             "tiles": {module: asdict(decision) for module, decision in tiles.items()},
             "base": noted_identity(self.model),
@@ -352,7 +352,7 @@ class StreamedState(ABC):
         def take_rest() -> None:
             self.optimizer.take_saved_settings(saved.state["streamed"])
             self._session.engine.model.take_tiles(tiles)
-            self.steps = step_of(saved.path)
+            self.steps = parse_step(saved.path)
 
         # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
         restore(self._session, saved.path, take_rest=take_rest)
@@ -379,7 +379,7 @@ class StreamedState(ABC):
             saved = SavedStream.find(folder)
             saved.check(self._kept, noted_identity(self.model))
             fp8 = self._session.engine.options.fp8_products
-            for remark in saved.remarks(self._compiled, fp8, environment(self.device)):
+            for remark in saved.remarks(self._compiled, fp8, read_environment(self.device)):
                 warnings.warn(remark, stacklevel=5)  # the line that called `restore` or `restore_weights`
             return saved
 

@@ -42,7 +42,7 @@ class _Variant:
     """How many times the tokens a step has."""
 
 
-def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
+def find_hidden_tokens(trial: Trial, placement: Placement, tokens: int) -> int | None:
     """Return N*, about the fewest tokens a step that hide all but compute; None: TIMES_MAX times as many do not.
 
     The tokens are doubled until all is hidden, and then the last doubling is halved: more tokens never hide less.
@@ -76,7 +76,7 @@ def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
     return math.ceil(tokens * high)
 
 
-def changes_that_help(
+def find_helpful_changes(
     trial: Trial, placement: Placement, train: TrainConfig, tokens: int, step_seconds: float
 ) -> tuple[Change, ...]:
     """Return the changes that would help, the best first.
@@ -90,7 +90,7 @@ def changes_that_help(
     """
     tokens_per_s = tokens / step_seconds
     changes = []
-    for variant in _variants(trial, placement, train):
+    for variant in _list_variants(trial, placement, train):
         try:
             # State is placed anew, since more memory or other activations may let it lie elsewhere.
             made = variant.trial.forecast(variant.trial.placed())
@@ -103,7 +103,7 @@ def changes_that_help(
     return tuple(sorted(changes, key=lambda change: -change.gain))
 
 
-def _variants(trial: Trial, placement: Placement, train: TrainConfig) -> list[_Variant]:
+def _list_variants(trial: Trial, placement: Placement, train: TrainConfig) -> list[_Variant]:
     """Return the changes that are tried, whatever they do."""
     budgets = trial.budgets
     # Budgets are whole bytes, so a quarter more is taken in whole numbers.

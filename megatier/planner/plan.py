@@ -15,12 +15,12 @@ from typing import Any
 from megatier.checkpoint.room import Room
 from megatier.errors import PlanError
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
-from megatier.planner.changes import Change, changes_that_help, hidden_at
+from megatier.planner.changes import Change, find_helpful_changes, find_hidden_tokens
 from megatier.planner.compile_time import compile_seconds
 from megatier.planner.memory import CONTEXT_BYTES, ActivationBytes, mask_bytes
-from megatier.planner.shortage import with_ways
+from megatier.planner.shortage import add_remedies
 from megatier.planner.tower_bytes import TowerBytes, num_conversations, pixel_bytes, tower_bytes
-from megatier.planner.trial import Trial, with_parts
+from megatier.planner.trial import Trial, advise_parts
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.drive_rates import DriveRates
 from megatier.schedule.lent_room import LentRoom, lent_room
@@ -258,8 +258,8 @@ def make_plan(setup: Setup) -> Plan:
         savepoint_bytes=resident,
         savepoint_seconds=checkpoint_seconds(resident, 0, drives),
         generation_bytes=generation_bytes(trial, placement),
-        hidden_at=hidden_at(trial, placement, tokens),
-        changes=changes_that_help(trial, placement, config.train, tokens, made.seconds),
+        hidden_at=find_hidden_tokens(trial, placement, tokens),
+        changes=find_helpful_changes(trial, placement, config.train, tokens, made.seconds),
     )
 
 
@@ -272,12 +272,12 @@ def _place(trial: Trial, setup: Setup) -> Placement:
     try:
         return trial.placed()
     except PlanError as short:
-        refusal = with_parts(short, setup)
+        refusal = advise_parts(short, setup)
         if refusal is short:
             # More parts of experts would not help, so the error names everything that is short.
             refusal = all_short(short, trial.work.specs, trial.budgets, trial.work.policy)
         # A refusal alone leaves users to guess, so settings that would fit are tried first.
-        raise with_ways(refusal, setup, lambda other: Trial.of(other).placed()) from short
+        raise add_remedies(refusal, setup, lambda other: Trial.of(other).placed()) from short
 
 
 def _lent_room(trial: Trial, placement: Placement) -> LentRoom | None:

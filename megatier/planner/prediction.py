@@ -128,7 +128,7 @@ def measured_rate(events: Iterable[TraceEvent]) -> float:
         if event.lane in QUEUES_OF_DISK and event.num_bytes:
             num_bytes += event.num_bytes
             spans.append((event.start_ns, event.end_ns))
-    busy_s = covered(spans) / 1e9
+    busy_s = measure_covered(spans) / 1e9
     return num_bytes / busy_s if busy_s else 0.0
 
 
@@ -139,13 +139,13 @@ def planned_rate(made: Forecast) -> float:
     for span in made.spans:
         if span.lane in QUEUES_OF_DISK:
             spans.append((max(0.0, span.start), min(made.seconds, span.end)))
-    busy_s = covered(spans)
+    busy_s = measure_covered(spans)
     if not busy_s:
         return 0.0
     return sum(made.moved_bytes.get(queue, 0.0) for queue in QUEUES_OF_DISK) / busy_s
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
+def measure_covered(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of spans, each a start and an end."""
     # Sorted by their start, each span counts from where those before it ended.
     total = 0.0

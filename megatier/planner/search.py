@@ -19,19 +19,19 @@ from megatier.errors import PlanError
 from megatier.forecast.forecast import Forecast
 from megatier.forecast.jobs import ComputeSeconds
 from megatier.hardware import readable_bytes
-from megatier.planner.shortage import Settings, nearest, with_ways
-from megatier.planner.trial import Trial, with_parts
+from megatier.planner.shortage import Settings, add_remedies, find_nearest
+from megatier.planner.trial import Trial, advise_parts
 from megatier.schedule.placement import Placement
 from megatier.setup.setup import Setup
 from megatier.tier import Activations
 
-GROUPS_TRIED = (1, 2, 4, 8)
+GROUPS_SEARCHED = (1, 2, 4, 8)
 """Groups of each rank."""
-SLICES_TRIED = (1, 2, 4, 8)
+SLICES_SEARCHED = (1, 2, 4, 8)
 """Slices of a group."""
-POLICIES_TRIED = tuple(policy.value for policy in Activations)
+POLICIES_SEARCHED = tuple(policy.value for policy in Activations)
 """Activation policies, the one that repeats least first."""
-SHARES_TRIED = (0.8, 0.5, 0.15, 0.0)
+SHARES_SEARCHED = (0.8, 0.5, 0.15, 0.0)
 """Saved shares. 0 goes with the policies that save only a layer's input, the others go with `keep`."""
 KEPT_ATTENTION = "train.kept_attention"
 TILE = "model.tile_tokens"
@@ -40,9 +40,9 @@ TILE_TOKENS = 16_384
 WORTH_OF_TILES = 0.03
 """Share of a step that tiles must save to be chosen, if the run fits without them."""
 OFFLOAD_ATTENTION = "train.offload_attention"
-STREAMED_SHARES_TRIED = (0.0, 0.3, 0.5, 0.6)
+STREAMED_SHARES_SEARCHED = (0.0, 0.3, 0.5, 0.6)
 """Shares of the parameters at home in RAM whose units stream (`tiers.streamed_share`)."""
-GENERATIONS_TRIED = (1, 2)
+GENERATIONS_SEARCHED = (1, 2)
 """Generations of units that spill. Two let updates run in the backward."""
 MARGIN = 0.06
 """Share of the GPU left free, because activations are estimated. No run to which they were fitted was further off."""
@@ -93,7 +93,7 @@ def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
     can_cut = is_open and config.data.sequence_length > TILE_TOKENS
     whole: Choice | None = None
     try:
-        whole = _best(setup, fixed)
+        whole = _search_settings(setup, fixed)
     except PlanError:
         if not can_cut:
             raise
@@ -103,7 +103,7 @@ def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
     # Tiles repeat products and change bits. They come only for long sequences: where nothing fits without them, or
     # where the memory that they leave saves more than they cost.
     try:
-        cut = _best(setup.changed({TILE: TILE_TOKENS}), fixed)
+        cut = _search_settings(setup.changed({TILE: TILE_TOKENS}), fixed)
     except PlanError:
         if whole is None:
             raise
@@ -113,7 +113,7 @@ def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
     return replace(cut, settings={TILE: TILE_TOKENS, **cut.settings})
 
 
-def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
+def _search_settings(setup: Setup, fixed: frozenset[str]) -> Choice:
     """Find the fastest settings that fit, with tiles of tokens as the config has them; see `search`."""
     best: Choice | None = None
     refused: list[tuple[PlanError, Settings]] = []
@@ -123,7 +123,7 @@ def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
     that_fit: set[tuple[tuple[str, Any], ...]] = set()
 
     # The sort is stable, so among trials with equal compute the simplest comes first.
-    for settings, wanted in sorted(_trials(setup, fixed), key=lambda pair: pair[1].compute_seconds):
+    for settings, wanted in sorted(_list_trials(setup, fixed), key=lambda pair: pair[1].compute_seconds):
         limit = float("inf") if best is None else best.seconds * (1 - WORTH)
 
         # Trials come by their compute, so none after this one can be faster.
@@ -136,7 +136,7 @@ def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
             continue
 
         try:
-            trial = wanted if "tiers.gpu" in fixed else _fitted(wanted)
+            trial = wanted if "tiers.gpu" in fixed else _fit_gpu_budget(wanted)
             placement = trial.placed()
         except PlanError as error:
             # Kept, since the refusal of the whole search names the candidate that was nearest to fitting.
@@ -165,11 +165,11 @@ def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
             )
 
     if best is None:
-        raise _refusal(refused, setup, fixed)
+        raise _make_refusal(refused, setup, fixed)
     return best
 
 
-def _refusal(refused: Sequence[tuple[PlanError, Settings]], setup: Setup, fixed: frozenset[str]) -> PlanError:
+def _make_refusal(refused: Sequence[tuple[PlanError, Settings]], setup: Setup, fixed: frozenset[str]) -> PlanError:
     """Return the refusal of the candidate that is nearest to fitting, with what would let it fit.
 
     Args:
@@ -177,28 +177,28 @@ def _refusal(refused: Sequence[tuple[PlanError, Settings]], setup: Setup, fixed:
         setup: the run that is searched.
         fixed: as for `search`.
     """
-    short = nearest([error for error, _ in refused])
+    short = find_nearest([error for error, _ in refused])
     settings = next(settings for error, settings in refused if error is short)
     candidate = setup.changed(settings)
 
     def place(other: Setup) -> object:
         trial = Trial.of(other)
         if "tiers.gpu" not in fixed:
-            trial = _fitted(trial)
+            trial = _fit_gpu_budget(trial)
         return trial.placed()
 
-    advised = with_parts(short, candidate)
-    return with_ways(advised, candidate, place)
+    advised = advise_parts(short, candidate)
+    return add_remedies(advised, candidate, place)
 
 
-def _trials(setup: Setup, fixed: frozenset[str]) -> Iterator[tuple[Settings, Trial]]:
+def _list_trials(setup: Setup, fixed: frozenset[str]) -> Iterator[tuple[Settings, Trial]]:
     """Yield a trial for each combination that the batch allows and that differs from the others, the simplest first."""
-    for computed in _computed(setup, fixed):
+    for computed in _combine_computed(setup, fixed):
         trial = Trial.of(setup.changed(computed))
         present = trial.work.policy
 
         # Where state lies changes nothing but the policy, so the skeleton is not read again.
-        for placed in _placed(setup, fixed, defers=present.deferred):
+        for placed in _combine_placed(setup, fixed, defers=present.deferred):
             # The settings of a placement are named as the fields of the policy are.
             fields = {name.removeprefix("tiers."): value for name, value in placed.items()}
             policy = replace(present, **fields)
@@ -206,7 +206,7 @@ def _trials(setup: Setup, fixed: frozenset[str]) -> Iterator[tuple[Settings, Tri
             yield computed | placed, replace(trial, work=work)
 
 
-def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]:
+def _combine_computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]:
     """Yield the combinations of the settings that change what is computed.
 
     If the policy of activations or the saved share is fixed, it is combined with every value of the other. Whether
@@ -214,13 +214,13 @@ def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]:
     """
     config = setup.config
     kinds: dict[str, Sequence[Any]] = {
-        "train.groups": [count * setup.machine.world.num_ranks for count in GROUPS_TRIED],
-        "train.slices": SLICES_TRIED,
-        "train.activations": POLICIES_TRIED,
-        "model.saved_share": SHARES_TRIED,
+        "train.groups": [count * setup.machine.world.num_ranks for count in GROUPS_SEARCHED],
+        "train.slices": SLICES_SEARCHED,
+        "train.activations": POLICIES_SEARCHED,
+        "model.saved_share": SHARES_SEARCHED,
     }
     is_free = fixed.isdisjoint({"train.activations", "model.saved_share"})
-    for settings in _combined(config, kinds, fixed):
+    for settings in _combine(config, kinds, fixed):
         groups, slices, policy, share = settings.values()
         activations = Activations(policy)
         if config.train.batch % (groups * slices) or (slices > 1 and not config.can_slice):
@@ -231,21 +231,21 @@ def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]:
             continue
 
         # A layer that is not compiled saves all of its activations, whatever its share, so one share is enough.
-        if is_free and not setup.compiles and share not in (0, SHARES_TRIED[0]):
+        if is_free and not setup.compiles and share not in (0, SHARES_SEARCHED[0]):
             continue
 
         # A compiled layer that saves more than its inputs keeps attention by its share, or runs its forward whole.
         repeats = share == 0 if setup.compiles else not activations.keeps_graph
         kept = {KEPT_ATTENTION: (True, False)} if repeats else {}
-        for attention in _combined(config, kept, fixed):
+        for attention in _combine(config, kept, fixed):
             # What attention gave stays on the GPU, or leaves it with the input of its layer.
             can_leave = attention.get(KEPT_ATTENTION) and activations.offloads_input
             offloaded = {OFFLOAD_ATTENTION: (False, True)} if can_leave else {}
-            for offload in _combined(config, offloaded, fixed):
+            for offload in _combine(config, offloaded, fixed):
                 yield settings | attention | offload
 
 
-def _placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[Settings]:
+def _combine_placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[Settings]:
     """Return the combinations of the settings that change where state lies and how it moves."""
     config = setup.config
     state = config.tiers.state
@@ -257,13 +257,13 @@ def _placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[Se
         fixed |= {"tiers.generations"}
 
     kinds = {
-        "tiers.streamed_share": STREAMED_SHARES_TRIED if streams else STREAMED_SHARES_TRIED[:1],
-        "tiers.generations": GENERATIONS_TRIED if spills else GENERATIONS_TRIED[:1],
+        "tiers.streamed_share": STREAMED_SHARES_SEARCHED if streams else STREAMED_SHARES_SEARCHED[:1],
+        "tiers.generations": GENERATIONS_SEARCHED if spills else GENERATIONS_SEARCHED[:1],
     }
-    return _combined(config, kinds, fixed)
+    return _combine(config, kinds, fixed)
 
 
-def _combined(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: frozenset[str]) -> Iterator[Settings]:
+def _combine(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: frozenset[str]) -> Iterator[Settings]:
     """Yield all combinations of the values of settings. One that is fixed keeps its value."""
     tried: list[Sequence[Any]] = []
     for name, values in kinds.items():
@@ -273,7 +273,7 @@ def _combined(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: froz
         yield dict(zip(kinds, combination, strict=True))
 
 
-def _fitted(trial: Trial) -> Trial:
+def _fit_gpu_budget(trial: Trial) -> Trial:
     """Return the trial with all GPU memory that activations leave as the budget for slots and state.
 
     Raises:

@@ -28,7 +28,7 @@ STEP_BYTES = 1 << 30
 """Budgets are raised in whole steps of this."""
 
 
-def nearest(refusals: Sequence[PlanError]) -> PlanError:
+def find_nearest(refusals: Sequence[PlanError]) -> PlanError:
     """Return the refusal of which the fewest bytes are missing, in RAM or on drives if there is such a one.
 
     Where a GPU is too small for a candidate, other candidates take less of it, and no budget can be raised.
@@ -43,7 +43,7 @@ def _missing_bytes(short: PlanError) -> int:
     return short.needed_bytes - short.had_bytes
 
 
-def with_ways(short: PlanError, setup: Setup, place: Place) -> PlanError:
+def add_remedies(short: PlanError, setup: Setup, place: Place) -> PlanError:
     """Return a refusal that also says what would do: a larger machine, slices, or narrower state.
 
     Args:
@@ -51,7 +51,7 @@ def with_ways(short: PlanError, setup: Setup, place: Place) -> PlanError:
         setup: the run that was refused.
         place: tries it in another way.
     """
-    ways = list(_ways(setup, place))
+    ways = list(_find_remedies(setup, place))
     if not ways:
         return short
     *others, words = ways
@@ -61,7 +61,7 @@ def with_ways(short: PlanError, setup: Setup, place: Place) -> PlanError:
     return PlanError(short.what, short.needed_bytes, short.had_bytes, remedy, short.tier)
 
 
-def _ways(setup: Setup, place: Place) -> Iterator[str]:
+def _find_remedies(setup: Setup, place: Place) -> Iterator[str]:
     """Yield the ways in which the run fits."""
     # A larger machine comes first, because it changes no number of the run.
     if more := _least_machine(setup, place):

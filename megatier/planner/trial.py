@@ -24,7 +24,7 @@ from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.timeline import Access
 from megatier.schedule.world import World
-from megatier.setup.setup import Setup, advised
+from megatier.setup.setup import Setup, advise_expert_parts
 from megatier.setup.workload import Workload
 from megatier.tier import Phase, Tier
 
@@ -58,10 +58,10 @@ class Trial:
 
         # The ranks of a host share its rates and budgets, and a trial is that of one of them.
         rates = setup.machine.rates.of_rank(world)
-        head = _head(setup.model, setup.units)
+        head = _find_head(setup.model, setup.units)
         return cls(
             work=setup.work,
-            accesses=_accesses(head, config, setup.work),
+            accesses=_list_accesses(head, config, setup.work),
             seconds=unit_seconds(setup, head, rates),
             activations=activation_bytes(setup),
             budgets=setup.budgets.of_rank(world),
@@ -153,12 +153,12 @@ class Trial:
         return math.fsum(self.seconds.get((access.unit, access.phase), 0.0) for access in self.accesses)
 
 
-def with_parts(short: PlanError, setup: Setup) -> PlanError:
-    """Return a trial's refusal, which says so if more `model.expert_parts` would do (`setup.advised`)."""
-    return advised(short, setup, lambda other: Trial.of(other).placed())
+def advise_parts(short: PlanError, setup: Setup) -> PlanError:
+    """Return a trial's refusal, which says so if more `model.expert_parts` would do (`setup.advise_expert_parts`)."""
+    return advise_expert_parts(short, setup, lambda other: Trial.of(other).placed())
 
 
-def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...]:
+def _list_accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...]:
     """Return the order in which a step uses its units, which is that of the modules.
 
     A fused loss makes the head's gradient in the forward, so the backward does not use the head. Copies are lent to the
@@ -203,7 +203,7 @@ def _trained_or_lent_to(units: Sequence[Unit]) -> set[str]:
     return names
 
 
-def _head(model: PreTrainedModel, units: Sequence[Unit]) -> str:
+def _find_head(model: PreTrainedModel, units: Sequence[Unit]) -> str:
     """Return the name of the module that makes logits; empty if no unit has it."""
     head = model.get_output_embeddings()
     for unit in reversed(units):

@@ -26,7 +26,7 @@ from megatier.planner.layer_sizes import in_tiles, is_of_layer
 from megatier.planner.memory import keeps_attention
 from megatier.planner.tower_bytes import tower_flops
 from megatier.schedule.rates import UPDATE_BYTES, Rates
-from megatier.setup.attention_rule import BACKWARD, FLEX, HOPPER, efficiency
+from megatier.setup.attention_rule import BACKWARD, FLEX, HOPPER, estimate_efficiency
 from megatier.setup.setup import Setup
 from megatier.setup.workload import head_width, hidden_width
 from megatier.tier import Phase
@@ -193,7 +193,7 @@ class _UnitSeconds:
             if self._setup.compiles:
                 # A run on a CPU that compiles is planned as on the GPU that was measured.
                 capability = self._setup.machine.capability or HOPPER
-                share = efficiency(config.model.attention, width, sequence, phase, capability)
+                share = estimate_efficiency(config.model.attention, width, sequence, phase, capability)
             seconds[phase] = flops / (self._flops_per_s * share)
         return seconds
 

@@ -16,7 +16,7 @@ from megatier.report.metrics import format_count, format_seconds, format_share
 from megatier.report.recorded_run import RecordedRun, tokens_per_s, totals_of, use_of_compute
 
 
-def status(run: RecordedRun) -> str:
+def describe_status(run: RecordedRun) -> str:
     """Return how far the run is, what became of its processes, and what is unusual about it."""
     steps = run.steps
     last = steps[-1].step if steps else 0
@@ -62,7 +62,7 @@ def _processes(openings: Sequence[RunStart]) -> Iterator[str]:
             yield f"After step {opening.step:,} its numbers changed, as accepted: {changes}."
 
 
-def figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
+def list_figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
     """Yield large figures with their names and a remark; those that are missing are left out."""
     yield "model", *_model(run)
     if not run.steps:

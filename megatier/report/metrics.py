@@ -125,7 +125,7 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def wavering(seconds: tuple[float, float]) -> str:
+def format_range(seconds: tuple[float, float]) -> str:
     """Return words that follow the seconds of a planned step: their range, if drives waver; else none."""
     low, high = (f"{value:.3g}" for value in seconds)
 

@@ -26,7 +26,7 @@ SMOOTHED_MIN = 30
 """Steps from which the loss has a smoothed line as well."""
 
 
-def course(run: RecordedRun) -> str:
+def draw_course(run: RecordedRun) -> str:
     """Return loss and tokens a second over the steps, with what happened in between."""
     marks = _marks(run)
     scales = [Scale("tokens", run.tokens_at), Scale("time", run.time_at)]
@@ -77,7 +77,7 @@ def _marks(run: RecordedRun) -> list[Mark]:
     return [mark for mark in marks if mark.steps]
 
 
-def memory(run: RecordedRun) -> str:
+def draw_memory(run: RecordedRun) -> str:
     """Return the bytes of the tiers, and the memory of the process over time."""
     if run.opening is None:
         return note(OLDER if run.steps else NO_STEP)
@@ -117,7 +117,7 @@ def _tiers(opening: RunStart) -> str:
     return table(("tier", "state", "slots, gradients", "budget", "used"), rows)
 
 
-def moves(run: RecordedRun) -> str:
+def draw_moves(run: RecordedRun) -> str:
     """Return bytes per queue, moved and demanded."""
     if not run.steps:
         return note(NO_STEP)
@@ -157,7 +157,7 @@ def moves(run: RecordedRun) -> str:
     return row(table(columns, rows) + note(words), chart.draw_bytes("bytes moved, a step", lines))
 
 
-def stalls(run: RecordedRun) -> str:
+def draw_stalls(run: RecordedRun) -> str:
     """Return the time that compute waited, by cause."""
     if not run.steps:
         return note(NO_STEP)

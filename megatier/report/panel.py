@@ -53,7 +53,7 @@ class Course:
             self._values_per_point *= 2
 
 
-def sparkline(points: Sequence[float]) -> str:
+def draw_sparkline(points: Sequence[float]) -> str:
     """Return points as characters whose heights go from the least to the most."""
     low = min(points, default=0.0)
     high = max(points, default=0.0)
@@ -73,7 +73,7 @@ def bound_of(report: StepReport) -> str:
     return report.main_stall or "compute"
 
 
-def panel(
+def draw_panel(
     report: StepReport,
     num_steps: int,
     seconds_left: float,
@@ -103,7 +103,7 @@ def panel(
     words = f"{report.loss:.4f}  lr {report.learning_rate:.2e}"
     if report.grad_norm is not None:
         words += f"  norm {report.grad_norm:.3f}"
-    course = sparkline(losses.points)
+    course = draw_sparkline(losses.points)
     _row(grid, "loss", Text(course), words)
     _row(grid, "tokens/s", Text(tokens_a_second(report)), f"{report.seconds:.3f} s/step")
     if report.images is not None:

@@ -7,20 +7,20 @@ from statistics import median
 
 from megatier.report.history import Expected
 from megatier.report.html import note, table
-from megatier.report.metrics import format_seconds, format_size, wavering
+from megatier.report.metrics import format_range, format_seconds, format_size
 from megatier.report.picture import in_row_order
 from megatier.report.recorded_run import NO_STEP, OLDER, RecordedRun, amount_of
 from megatier.tier import QUEUES
 
 
-def planned_and_measured(run: RecordedRun) -> str:
+def make_plan_table(run: RecordedRun) -> str:
     """Return a table of a step as the planner forecast it, and as it was."""
     if run.opening is None:
         return note(OLDER if run.steps else NO_STEP)
     expected = run.opening.expected
     if expected is None:
         return note("Nothing was planned: `megatier bench` measures the machine, and from then on `train` plans.")
-    waver = wavering(expected.seconds_range)
+    waver = format_range(expected.seconds_range)
     if not run.steps:
         planned = f"{format_seconds(expected.seconds)} a step{waver}"
         return note(f"Planned: {planned}, bound by {expected.bound_by}. {NO_STEP}")

@@ -10,7 +10,7 @@ from rich.table import Table
 from megatier.checkpoint.checkpoint_clock import every_seconds, format_about
 from megatier.errors import mib
 from megatier.report.figures import unified_memory
-from megatier.report.metrics import format_count, format_seconds, format_share, wavering
+from megatier.report.metrics import format_count, format_range, format_seconds, format_share
 from megatier.report.report import figure_table
 from megatier.schedule.rates import ASSUMED, Rates
 from megatier.schedule.world import World
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatier.planner.plan import Plan
 
 
-def tables(plan: Plan) -> tuple[Table, ...]:
+def make_tables(plan: Plan) -> tuple[Table, ...]:
     """Return the tables of a plan: bytes, lanes, and what single changes would do."""
     return _bytes_table(plan), _time_table(plan), _change_table(plan)
 
@@ -53,7 +53,7 @@ def _bytes_table(plan: Plan) -> Table:
 def _time_table(plan: Plan) -> Table:
     """Return the table of how long each lane is busy, and how long it would be if it were alone."""
     made = plan.forecast
-    waver = wavering(plan.seconds_range)
+    waver = format_range(plan.seconds_range)
     title = f"a step: {format_seconds(made.seconds)}{waver}, {format_count(plan.tokens_per_s)} tokens/s"
     table = figure_table(title, "lane", "moves", "alone", "busy", "share")
     for lane, alone in made.alone_seconds.items():
@@ -75,7 +75,7 @@ def _change_table(plan: Plan) -> Table:
     return table
 
 
-def sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
+def write_sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
     """Yield sentences about what the tables do not show.
 
     Args:

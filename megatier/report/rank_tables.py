@@ -14,7 +14,7 @@ RANKS_SHOWN = 8
 """Number of the slowest ranks that are shown."""
 
 
-def ranks(run: RecordedRun) -> str:
+def make_rank_tables(run: RecordedRun) -> str:
     """Return which ranks the others waited for, and what each of them waited for, did and moved in a step."""
     behind = behind_of(run.steady)
     if not behind:

@@ -19,7 +19,7 @@ from rich.table import Table
 from megatier.errors import mib
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState
 from megatier.report.metrics import format_seconds, format_share
-from megatier.report.panel import WIDTH, Course, images_a_second, panel, tokens_a_second
+from megatier.report.panel import WIDTH, Course, draw_panel, images_a_second, tokens_a_second
 
 SPEED_SMOOTHING = 0.9
 """Weight of the past in seconds per step, from which the time left follows."""
@@ -104,9 +104,9 @@ class Progress:
         """Show a step, and in the panel why it is the last one."""
         self._is_shown = True
         if self._live is None:
-            self.note(step_line(report, self._num_steps, seconds_left))
+            self.note(format_step(report, self._num_steps, seconds_left))
             return
-        drawn = panel(report, self._num_steps, seconds_left, self._losses, self._compile_seconds, why)
+        drawn = draw_panel(report, self._num_steps, seconds_left, self._losses, self._compile_seconds, why)
         self._live.update(drawn, refresh=True)
 
     def note(self, text: str) -> None:
@@ -196,7 +196,7 @@ class WorkBar:
         )
 
 
-def step_line(report: StepReport, num_steps: int, seconds_left: float) -> str:
+def format_step(report: StepReport, num_steps: int, seconds_left: float) -> str:
     """Return a step as one line."""
     figures = _figures(report, num_steps, seconds_left)
     return "  ".join(f"{name} {value}" for name, value in figures)

@@ -12,7 +12,7 @@ from megatier.checkpoint.run_directory import (
     SAVEPOINT_FOLDER,
     TRACE_FILE,
     checkpoints,
-    step_of,
+    parse_step,
 )
 from megatier.config.file import load_saved, to_dict
 from megatier.config.text import dump
@@ -21,8 +21,8 @@ from megatier.report import headline, over_steps, picture, placement_map
 from megatier.report.history import History, Saved, read_history
 from megatier.report.html import cards, details, note, page, row, section, table
 from megatier.report.metrics import format_seconds, format_size
-from megatier.report.plan_table import planned_and_measured
-from megatier.report.rank_tables import ranks
+from megatier.report.plan_table import make_plan_table
+from megatier.report.rank_tables import make_rank_tables
 from megatier.report.recorded_run import NO_STEP, OLDER, RecordedRun
 
 SAVED_SHOWN = 10
@@ -50,19 +50,19 @@ def build(directory: Path) -> str:
     )
 
     # What a run is at and its figures come first: they answer what most readers ask.
-    parts = [note(headline.status(run)), cards(headline.figures(run)), *_sections(run)]
+    parts = [note(headline.describe_status(run)), cards(headline.list_figures(run)), *_sections(run)]
     return page(f"run {directory.resolve().name}", parts)
 
 
 def _sections(run: RecordedRun) -> Iterator[str]:
     """Yield the sections from top to bottom."""
     settings = dump(to_dict(run.config))
-    yield section("Loss and throughput", over_steps.course(run))
-    yield section("The plan against what happened", planned_and_measured(run))
-    yield section("Memory", over_steps.memory(run))
-    yield section("What moved", over_steps.moves(run))
-    yield section("What compute waited for", over_steps.stalls(run))
-    yield section("Ranks", ranks(run))
+    yield section("Loss and throughput", over_steps.draw_course(run))
+    yield section("The plan against what happened", make_plan_table(run))
+    yield section("Memory", over_steps.draw_memory(run))
+    yield section("What moved", over_steps.draw_moves(run))
+    yield section("What compute waited for", over_steps.draw_stalls(run))
+    yield section("Ranks", make_rank_tables(run))
     yield section("A step", _timeline(run))
     yield section("What lies where", _placement(run))
     yield section("Checkpoints and savepoints", _saved(run))
@@ -113,7 +113,7 @@ def _saved_table(saved: Sequence[Saved], what: str, folder: Path) -> str:
         return ""
 
     # Older ones go when newer ones are whole, so the table says which are left.
-    kept = {step_of(path) for path in checkpoints(folder)}
+    kept = {parse_step(path) for path in checkpoints(folder)}
     rows = []
     for made in saved[-SAVED_SHOWN:]:
         written = format_size(made.num_bytes)

@@ -79,10 +79,10 @@ def export_checkpoint(
             the run began with, whose buffers are written too, is gone or is another one now; or there are no adapters
             to merge, or they are for another base.
     """
-    source = _source_of(path, base, merges=merges)
+    source = _find_source(path, base, merges=merges)
     config = source.config
     say(console, f"from {source.path}")
-    _remark(console, path, source)
+    _tell_remarks(console, path, source)
 
     # The checkpoint has the weights. The model's config, buffers and tokenizer come from where the run had them, and
     # are compared with what they were (`origin`).
@@ -94,11 +94,11 @@ def export_checkpoint(
             _check_origin(source, model, tokenizer)
 
     units = find_units(model)
-    with _reading(source, units, checks=not accepts_changes) as masters:
+    with _open_masters(source, units, checks=not accepts_changes) as masters:
         # The skeleton with adapters says what is added to which matrix, and the plain one what is written.
         read = masters
         if merges:
-            trained = _whole_reader(units, masters, reader)
+            trained = _make_parameter_reader(units, masters, reader)
             read = MergedWeights(weights, model, trained).read
 
         assert read is not None
@@ -122,21 +122,21 @@ class ExportSource:
         return None if self.state is None else self.path
 
 
-def _source_of(path: Path, base: str | None, *, merges: bool) -> ExportSource:
+def _find_source(path: Path, base: str | None, *, merges: bool) -> ExportSource:
     """Return what lies at a path; see `export_checkpoint`."""
     adapter = find_adapter(path) if merges else None
     if adapter is not None:
-        source = ExportSource(adapter, _config_of(adapter, base))
+        source = ExportSource(adapter, _make_config(adapter, base))
     else:
-        checkpoint, state = _chosen(path)
-        source = ExportSource(checkpoint, _moved(from_dict(state.config), base), state)
+        checkpoint, state = _choose_checkpoint(path)
+        source = ExportSource(checkpoint, _with_base(from_dict(state.config), base), state)
 
     if merges and source.config.model.lora is None:
         raise ConfigError(f"--merge: {path} has no adapters. Leave it out.")
     return source
 
 
-def _remark(console: Console, path: Path, source: ExportSource) -> None:
+def _tell_remarks(console: Console, path: Path, source: ExportSource) -> None:
     """Say what nobody can know of a checkpoint, and which step it is of if the run went on after it.
 
     Args:
@@ -170,7 +170,7 @@ def _check_origin(source: ExportSource, model: PreTrainedModel, tokenizer: PreTr
     check_origin(changes, source.config, remedy=", or add --accept-changes to export it with these")
 
 
-def _chosen(path: Path) -> tuple[Path, RunState]:
+def _choose_checkpoint(path: Path) -> tuple[Path, RunState]:
     """Return the checkpoint at a path, or of the run there its last one, or its best one if it keeps that.
 
     Raises:
@@ -195,7 +195,7 @@ def _chosen(path: Path) -> tuple[Path, RunState]:
 
 
 @contextmanager
-def _reading(source: ExportSource, units: Sequence[Unit], *, checks: bool) -> Iterator[Read | None]:
+def _open_masters(source: ExportSource, units: Sequence[Unit], *, checks: bool) -> Iterator[Read | None]:
     """Yield what reads the masters of a checkpoint; None for a folder of adapters.
 
     Args:
@@ -214,7 +214,7 @@ def _reading(source: ExportSource, units: Sequence[Unit], *, checks: bool) -> It
 
     try:
         if checks:
-            _check_rest(checkpoint, units)
+            _check_moments(checkpoint, units)
         with open_masters(checkpoint, units) as masters:
             yield masters
     except DamagedCheckpointError as error:
@@ -224,7 +224,7 @@ def _reading(source: ExportSource, units: Sequence[Unit], *, checks: bool) -> It
         raise CheckpointError(f"{checkpoint} was removed meanwhile, by its run or by hand. Export again.") from error
 
 
-def _check_rest(checkpoint: Path, units: Sequence[Unit]) -> None:
+def _check_moments(checkpoint: Path, units: Sequence[Unit]) -> None:
     """Refuse a checkpoint whose moments were exchanged: no export has them, but who knows what else was.
 
     Raises:
@@ -237,7 +237,7 @@ def _check_rest(checkpoint: Path, units: Sequence[Unit]) -> None:
         raise
 
 
-def _moved(config: RunConfig, base: str | None) -> RunConfig:
+def _with_base(config: RunConfig, base: str | None) -> RunConfig:
     """Return the config of a run whose model may have been moved to another place since.
 
     Raises:
@@ -250,7 +250,7 @@ def _moved(config: RunConfig, base: str | None) -> RunConfig:
     return replace(config, model=replace(config.model, path=base))
 
 
-def _config_of(adapter: Path, base: str | None) -> RunConfig:
+def _make_config(adapter: Path, base: str | None) -> RunConfig:
     """Return the config of a run that would go on with a folder of adapters.
 
     Raises:
@@ -271,7 +271,9 @@ def _config_of(adapter: Path, base: str | None) -> RunConfig:
     return RunConfig(model=model, data=data)
 
 
-def _whole_reader(units: Sequence[Unit], masters: Read | None, reader: TensorReader) -> Callable[[str], Tensor]:
+def _make_parameter_reader(
+    units: Sequence[Unit], masters: Read | None, reader: TensorReader
+) -> Callable[[str], Tensor]:
     """Return a function that reads whole trained parameters by their names.
 
     Args:
@@ -280,7 +282,7 @@ def _whole_reader(units: Sequence[Unit], masters: Read | None, reader: TensorRea
         reader: the reader of the model with adapters.
     """
     if masters is None:
-        # `_config_of` names the folder as the adapter, so `open_model` has opened it.
+        # `_make_config` names the folder as the adapter, so `open_model` has opened it.
         assert isinstance(reader, AdaptedWeights) and reader.stored is not None
         return reader.stored.read
 

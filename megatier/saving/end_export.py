@@ -14,7 +14,7 @@ from megatier.checkpoint.run_directory import (
     MODEL_FOLDER,
     SAVEPOINT_FOLDER,
     last_checkpoint,
-    step_of,
+    parse_step,
     step_path,
 )
 from megatier.config.schema import RunConfig
@@ -32,7 +32,7 @@ from megatier.session.session import Session
 from megatier.watch.work_count import WorkCount
 
 
-def export_end(
+def export_at_end(
     console: Console, config: RunConfig, session: Session, tokenizer: Tokens, saves: Saves, step: int
 ) -> None:
     """Write the model of a run whose steps are done, or its best one if the run keeps that.
@@ -128,7 +128,7 @@ def _describe_resume(directory: Path, saved: Path | None) -> str:
         for name in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER):
             path = last_checkpoint(directory / name)
             if path is not None:
-                steps.append(step_of(path))
+                steps.append(parse_step(path))
         before = f"step {max(steps)}" if steps else "its start"
         return f"Nothing more could be saved; `megatier resume {directory}` goes on from {before}."
 

@@ -57,11 +57,11 @@ def read_origin(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrained
         ConfigError, UnsupportedModelError, DataError: a file cannot be read.
     """
     return {
-        **_settings(config),
-        **_base(config, model),
-        **_buffers(model),
-        **_tokenizer(config, tokenizer),
-        **_libraries(config),
+        **_read_settings(config),
+        **_read_base(config, model),
+        **_hash_buffers(model),
+        **_hash_tokenizer(config, tokenizer),
+        **_list_versions(config),
     }
 
 
@@ -109,7 +109,7 @@ def check_origin(changes: Sequence[str], config: RunConfig, accepted: Container[
         )
 
 
-def _settings(config: RunConfig) -> Origin:
+def _read_settings(config: RunConfig) -> Origin:
     """Return the settings of `config.json` that a model is built from."""
     if config.model.path is None:
         return {}
@@ -117,10 +117,10 @@ def _settings(config: RunConfig) -> Origin:
     settings = read_object(path, SETTINGS_BYTES_MAX, UnsupportedModelError)
 
     # One entry a setting, so that a message names what has changed, and not the whole file.
-    return {f"{CONFIG_FILE} of the model: {name}": _shown(value) for name, value in _flat(settings)}
+    return {f"{CONFIG_FILE} of the model: {name}": _format_value(value) for name, value in _flatten(settings)}
 
 
-def _base(config: RunConfig, model: PreTrainedModel) -> Origin:
+def _read_base(config: RunConfig, model: PreTrainedModel) -> Origin:
     """Return the files of the base of adapters, and the settings of a given adapter: no checkpoint has them."""
     found = {f"{name} of the base": file for name, file in noted_identity(model).items()}
     adapters = config.model.adapters
@@ -130,27 +130,27 @@ def _base(config: RunConfig, model: PreTrainedModel) -> Origin:
     # Rank, scale and targets of a given adapter are in its own file, and in no setting of the run.
     settings = read_settings(Path(adapters.adapter).expanduser())
     for name, value in settings.items():
-        found[f"{name} of the adapter"] = _shown(value)
+        found[f"{name} of the adapter"] = _format_value(value)
     return found
 
 
-def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each setting under its dotted name."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{above}{key}.")
+            yield from _flatten(value, f"{above}{key}.")
         elif key not in UNREAD_SETTINGS:
             yield f"{above}{key}", value
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     """Return a value as JSON, or its checksum if it is long."""
     # Keys are sorted, since another order of them in the file changes no number.
     text = json.dumps(value, sort_keys=True)
-    return text if len(text) <= TEXT_CHARACTERS_MAX else _checksum(text.encode())
+    return text if len(text) <= TEXT_CHARACTERS_MAX else _hash(text.encode())
 
 
-def _buffers(model: PreTrainedModel) -> Origin:
+def _hash_buffers(model: PreTrainedModel) -> Origin:
     """Return the buffers of a model, each under a name that says whether a file holds it."""
     stored = model.state_dict()
     found = {}
@@ -159,11 +159,11 @@ def _buffers(model: PreTrainedModel) -> Origin:
         # As bytes: numpy has no bf16.
         flat = buffer.detach().cpu().contiguous().reshape(-1)
         content = flat.view(torch.uint8).numpy().tobytes()
-        found[f"{kind} {name} of the model"] = _checksum(content)
+        found[f"{kind} {name} of the model"] = _hash(content)
     return found
 
 
-def _tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
+def _hash_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
     """Return the tokenizer's files, and the chat template that the user gave, which may have come through a pipe."""
     found = {}
     for path in tokenizer_files(config, tokenizer):
@@ -174,15 +174,15 @@ def _tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
         # A tokenizer has some of these files, and which of them is a part of what is compared.
         with contextlib.suppress(FileNotFoundError):
             content = read_input(path, TABLE_BYTES_MAX, DataError)
-            found[f"{path.name} of the tokenizer"] = _checksum(content)
+            found[f"{path.name} of the tokenizer"] = _hash(content)
 
     # Taken from the tokenizer, since a pipe gives its bytes once.
     if config.data.chat_template is not None:
-        found["data.chat_template"] = _checksum(json.dumps(tokenizer.chat_template).encode())
+        found["data.chat_template"] = _hash(json.dumps(tokenizer.chat_template).encode())
     return found
 
 
-def _libraries(config: RunConfig) -> Origin:
+def _list_versions(config: RunConfig) -> Origin:
     """Return the versions of the libraries that make pixels, if images are read."""
     found = {}
     for name in ("pillow", "torchvision") if config.data.images else ():
@@ -192,5 +192,5 @@ def _libraries(config: RunConfig) -> Origin:
     return found
 
 
-def _checksum(content: bytes) -> str:
+def _hash(content: bytes) -> str:
     return f"checksum {hashlib.blake2b(content, digest_size=8).hexdigest()}"

@@ -59,7 +59,7 @@ class SavePlan:
         all_ranks = session.all_ranks
 
         # All ranks write into one directory, so one of them looks at its drive, and all have its error.
-        num_kept = all_ranks.broadcast(lambda: _checked_count(output, session, room, is_done=is_done))
+        num_kept = all_ranks.broadcast(lambda: _choose_num_kept(output, session, room, is_done=is_done))
         cost_s = estimate_cost(session, expected)
         return cls(
             output=output,
@@ -119,7 +119,7 @@ def estimate_cost(session: Session, expected: Forecast | None) -> float:
     return written_s if expected is None else pause_seconds(written_s, expected)
 
 
-def _checked_count(output: OutputConfig, session: Session, room: Room, *, is_done: bool) -> int:
+def _choose_num_kept(output: OutputConfig, session: Session, room: Room, *, is_done: bool) -> int:
     """Return how many checkpoints are kept, after a check that the drive has room for what the run is told to save."""
     # Nothing but the export is left, so that is all there has to be room for.
     if is_done:

@@ -14,7 +14,7 @@ import torch
 from megatier.checkpoint.best import Best
 from megatier.checkpoint.checkpoint import prune, remove
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, last_checkpoint, step_of
+from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, last_checkpoint, parse_step
 from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.config.schema import RunConfig
@@ -78,7 +78,7 @@ class Saves:
         self._num_kept = plan.num_kept or config.output.keep_checkpoints
         self._device = session.engine.options.device
         directory = self._directory = Path(config.output.directory)
-        self._identity = self._all_ranks.broadcast(lambda: _identity(directory))
+        self._read_identity = self._all_ranks.broadcast(lambda: _read_identity(directory))
         self._folder = directory / CHECKPOINT_FOLDER
         self._savepoints = directory / SAVEPOINT_FOLDER
         self._has_updated = False
@@ -175,7 +175,7 @@ class Saves:
         self._all_ranks.broadcast(self._check_directory)
 
     def _check_directory(self) -> None:
-        if _identity(self._directory) != self._identity:
+        if _read_identity(self._directory) != self._read_identity:
             raise TransferError("saving a run", "disk", str(self._directory), 0, errno.ENODEV)
 
     # ------------------------------------------------------------------ checkpoints
@@ -280,11 +280,11 @@ class Saves:
         because nobody knows which weights are still good.
         """
         self.finish_checkpoint(say)
-        twin = None if self._has_updated else self._last(self._folder)
+        twin = None if self._has_updated else self._find_last(self._folder)
         if self._has_updated or twin is not None:
             self._begin_checkpoint(step, say, prunes=False)
             self.finish_checkpoint(say)
-        if twin is not None and step_of(twin) != self.best_step:
+        if twin is not None and parse_step(twin) != self.best_step:
             self._all_ranks.broadcast(lambda: remove(twin))
 
     def describe_resume(self, say: Say) -> str:
@@ -297,7 +297,7 @@ class Saves:
             say(f"no checkpoint: {error}")
 
         # All ranks ask for both, also if the first answer is enough: the first rank looks for all.
-        newest = [self._last(folder) for folder in (self._folder, self._savepoints)]
+        newest = [self._find_last(folder) for folder in (self._folder, self._savepoints)]
         saved = [path for path in newest if path is not None]
         run = self._config.output.directory
         if not saved:
@@ -305,7 +305,7 @@ class Saves:
                 f"Nothing was saved in {run}, so the run has to begin anew: set output.checkpoint_every or "
                 "output.savepoint_every as well."
             )
-        return f"`megatier resume {run}` goes on from {max(saved, key=step_of)}."
+        return f"`megatier resume {run}` goes on from {max(saved, key=parse_step)}."
 
     # ------------------------------------------------------------------ savepoints
 
@@ -367,8 +367,8 @@ class Saves:
         """
         # The loop may have saved this very step already.
         for folder in (self._folder, self._savepoints):
-            last = self._last(folder)
-            if last is not None and step_of(last) == step:
+            last = self._find_last(folder)
+            if last is not None and parse_step(last) == step:
                 return last
 
         # Without room all checkpoints but the last one go first, as they would go when this one is whole.
@@ -376,7 +376,7 @@ class Saves:
             self._all_ranks.broadcast(self._make_room)
             self._begin_checkpoint(step, say)
             self.finish_checkpoint(say)
-            return self._last(self._folder)
+            return self._find_last(self._folder)
         except StallError:
             # A drive that never answers takes no savepoint either.
             raise
@@ -392,14 +392,14 @@ class Saves:
         except (MegatierError, OSError) as error:
             say(f"step {step}: no savepoint: {error}")
             return None
-        return self._last(self._savepoints)
+        return self._find_last(self._savepoints)
 
     def _make_room(self) -> None:
         """Remove all checkpoints but the last and the best one, if there is no room for another."""
         if not self._room.has_room_for_checkpoint:
             prune(self._folder, 1, self.best_step)
 
-    def _last(self, folder: Path) -> Path | None:
+    def _find_last(self, folder: Path) -> Path | None:
         """Return the newest whole checkpoint or savepoint in a folder."""
         return self._all_ranks.broadcast(lambda: last_checkpoint(folder))
 
@@ -413,7 +413,7 @@ class Saves:
         return state.to_dict()
 
 
-def _identity(directory: Path) -> tuple[int, int] | None:
+def _read_identity(directory: Path) -> tuple[int, int] | None:
     """Return the identity of a directory, which another one at its path has not; None: there is none."""
     try:
         found = directory.stat()

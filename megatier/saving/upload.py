@@ -46,12 +46,12 @@ def check_login(console: Console, setting: str) -> None:
             raise ConfigError(
                 f"{setting}: the hub does not take this token ({reason_of(error)}). Run `hf auth login` again."
             ) from error
-        say(console, _unreached(error))
+        say(console, _describe_unreached(error))
     except Exception as error:  # noqa: BLE001 - whatever the network's libraries raise; the run needs no network
-        say(console, _unreached(error))
+        say(console, _describe_unreached(error))
 
 
-def _unreached(error: Exception) -> str:
+def _describe_unreached(error: Exception) -> str:
     return f"the hub cannot be reached ({reason_of(error)}). The upload is tried when the model is written."
 
 

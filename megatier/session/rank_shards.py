@@ -18,7 +18,7 @@ Read = Callable[[Unit, int, int], Tensor]
 """Reads elements [start, stop) of a unit's masters, as flat fp32 on the CPU."""
 
 
-def shards_of(units: Sequence[Unit], ranks: Ranks) -> tuple[Unit, ...]:
+def cut_shards(units: Sequence[Unit], ranks: Ranks) -> tuple[Unit, ...]:
     """Return the units with the layout of this rank's shards."""
     return tuple(replace(unit, layout=unit.layout.shard(ranks.rank, ranks.size)) for unit in units)
 

@@ -38,10 +38,10 @@ from megatier.schedule.budgets import Budgets, shared_buffer_bytes
 from megatier.schedule.placement import Placement, all_short, place
 from megatier.session.filling import Filling, Progress, Sources
 from megatier.session.kept_code import keep_code
-from megatier.session.rank_shards import Read, WholeMasters, reading_masters, shards_of
+from megatier.session.rank_shards import Read, WholeMasters, cut_shards, reading_masters
 from megatier.setup.kernel_trial import try_kernels
 from megatier.setup.machine import check_attention, limit_gpu
-from megatier.setup.setup import Setup, advised
+from megatier.setup.setup import Setup, advise_expert_parts
 from megatier.setup.workload import COMPUTE_DTYPES, Workload
 from megatier.store.store import TieredStore
 from megatier.tier import Kind, Tier
@@ -108,7 +108,7 @@ class Session:
         self.all_ranks = ranks or SingleRank()
         work = setup.work
         self.whole_units = work.units
-        self.own_units = work.units if ranks is None else shards_of(work.units, ranks)
+        self.own_units = work.units if ranks is None else cut_shards(work.units, ranks)
 
         # Before anything is opened, since it refuses what the device cannot compute.
         options = _engine_options(setup, seed, any_shape=any_shape)
@@ -374,7 +374,7 @@ def _place(setup: Setup, budgets: Budgets) -> Placement:
     try:
         return place(work.specs, budgets, work.policy)
     except PlanError as short:
-        refusal = advised(short, setup, lambda other: place(other.work.specs, budgets, other.work.policy))
+        refusal = advise_expert_parts(short, setup, lambda other: place(other.work.specs, budgets, other.work.policy))
         if refusal is not short:
             raise refusal from short
         # Nobody is to raise one budget and meet the next one that is too small.

@@ -6,14 +6,14 @@ from transformers import PretrainedConfig
 
 from megatier.config.schema import RunConfig
 from megatier.models.model_class import supports_flex
-from megatier.setup.attention_rule import Attention, Capability, chosen
-from megatier.setup.machine import Machine, compiles
+from megatier.setup.attention_rule import Attention, Capability, choose_attention
+from megatier.setup.machine import Machine, should_compile
 
 DROPOUTS = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names of the dropout of attention in configs."""
 
 
-def with_kernel(config: RunConfig, model: PretrainedConfig, machine: Machine) -> tuple[RunConfig, str]:
+def choose_kernel(config: RunConfig, model: PretrainedConfig, machine: Machine) -> tuple[RunConfig, str]:
     """Return the config with `model.attention` as it will be, and why `auto` did not become flex attention.
 
     The reason is empty if it did, if there was nothing to choose, or on a CPU. The choice depends on `model.compile`,
@@ -28,12 +28,12 @@ def with_kernel(config: RunConfig, model: PretrainedConfig, machine: Machine) ->
         return config, ""
     # Flex attention without a compiler makes the whole matrix of scores, so the rule has to know whether layers are
     # compiled.
-    config = config.changed({"model.compile": compiles(config.model, machine)})
-    kernel, why = chosen(_described(config, model, machine.capability))
+    config = config.changed({"model.compile": should_compile(config.model, machine)})
+    kernel, why = choose_attention(_describe_choice(config, model, machine.capability))
     return config.changed({"model.attention": kernel}), why
 
 
-def _described(config: RunConfig, model: PretrainedConfig, capability: Capability | None) -> Attention:
+def _describe_choice(config: RunConfig, model: PretrainedConfig, capability: Capability | None) -> Attention:
     """Return the attention of a run, as far as the rule looks at it."""
     text = model.get_text_config()
 
@@ -52,11 +52,11 @@ def _described(config: RunConfig, model: PretrainedConfig, capability: Capabilit
         compiles=bool(config.model.compile),
         is_bf16=config.model.compute_dtype == "bf16",
         cuts_documents=config.data.is_apart and config.train.slices > 1,
-        unsupported=_unsupported(model, text),
+        unsupported=_find_unsupported(model, text),
     )
 
 
-def _unsupported(model: PretrainedConfig, text: PretrainedConfig) -> str | None:
+def _find_unsupported(model: PretrainedConfig, text: PretrainedConfig) -> str | None:
     """Return why a model cannot take flex attention, or was never measured with it; None: it can."""
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     others = sorted({kind for kind in kinds if kind not in ("full_attention", "attention")})

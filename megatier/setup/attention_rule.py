@@ -85,7 +85,7 @@ class Attention:
     """Why the model cannot take flex attention, or has never been measured with it; None: it can."""
 
 
-def chosen(attention: Attention) -> tuple[str, str]:
+def choose_attention(attention: Attention) -> tuple[str, str]:
     """Return the fastest repeatable kernel for a run, and why it is not flex attention; empty if it is, or on a CPU."""
     # Flex attention has no backward on a CPU, so there is nothing to choose and no reason to tell.
     if attention.capability is None:
@@ -112,7 +112,9 @@ def chosen(attention: Attention) -> tuple[str, str]:
     return (FLEX, "") if why is None else (SDPA, str(why))
 
 
-def efficiency(kernel: str, head_size: int, tokens: int, phase: Phase, capability: Capability = HOPPER) -> float:
+def estimate_efficiency(
+    kernel: str, head_size: int, tokens: int, phase: Phase, capability: Capability = HOPPER
+) -> float:
     """Return the FLOPs a second of a kernel over those of products on the same GPU.
 
     Of heads of other sizes, and of lengths beyond those that were measured, the nearest counts. In between the rate
@@ -127,9 +129,10 @@ def efficiency(kernel: str, head_size: int, tokens: int, phase: Phase, capabilit
         capability: compute capability of the GPU.
     """
     if capability != HOPPER:
-        return min(1.0, OTHERS_TIMES * efficiency(SDPA, head_size, tokens, phase))
+        return min(1.0, OTHERS_TIMES * estimate_efficiency(SDPA, head_size, tokens, phase))
 
-    # A plan needs some figure for every model, so a size that nobody measured is not refused as it is by `chosen`.
+    # A plan needs some figure for every model, so it takes sizes that `choose_attention` refuses because they were not
+    # measured.
     nearest = min(MEASURED, key=lambda size: abs(size - head_size))
     kernels = MEASURED[nearest]
     points = kernels.get(kernel, kernels[SDPA])[phase]
@@ -149,5 +152,5 @@ def efficiency(kernel: str, head_size: int, tokens: int, phase: Phase, capabilit
 
 def _seconds_per_flop(kernel: str, attention: Attention) -> float:
     """Return the seconds of forward and backward for each FLOP of the forward, on the GPU that was measured."""
-    forward, backward = (efficiency(kernel, attention.head_size, attention.tokens, phase) for phase in Phase)
+    forward, backward = (estimate_efficiency(kernel, attention.head_size, attention.tokens, phase) for phase in Phase)
     return (1 / forward + BACKWARD / backward) / PRODUCT_FLOPS_PER_S

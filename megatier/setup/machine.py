@@ -80,9 +80,9 @@ class Machine:
         # Homes and slots follow from the budgets, and have to be the same on all ranks.
         all_ranks = ranks or SingleRank()
         with all_ranks.failing_together():
-            ids = _ids_of_host(run_id, ranks)
+            ids = _read_host_ids(run_id, ranks)
             own = (
-                *budgets_of(tiers, device),
+                *choose_budgets(tiers, device),
                 *(budget_bytes(mount, left_bytes(mount.directory, ids)) for mount in tiers.mounts),
             )
         gpu, ram, *sizes = map(min, zip(*all_ranks.all_gather_object(own), strict=True))
@@ -122,7 +122,7 @@ class Machine:
             check_unified(world.num_host_ranks * budgets.gpu, budgets.ram, round(rates.unified_bytes))
         return cls(
             device=torch.device("cuda" if is_gpu else "cpu"),
-            capability=_capability_of(rates) if is_gpu else None,
+            capability=_read_capability(rates) if is_gpu else None,
             # The CPU cannot be asked from here.
             has_bf16=True,
             budgets=budgets,
@@ -180,7 +180,7 @@ def choose_device(asked: str, setting: str = "tiers.device") -> torch.device:
     return torch.device("cuda" if available and asked != "cpu" else "cpu")
 
 
-def _ids_of_host(run_id: str | None, ranks: Ranks | None) -> list[str]:
+def _read_host_ids(run_id: str | None, ranks: Ranks | None) -> list[str]:
     """Return the names of a run's directories on the mounts of this host; none if it has no id yet."""
     if run_id is None:
         return []
@@ -206,13 +206,13 @@ def check_attention(attention: str, device: torch.device) -> None:
         )
 
 
-def compiles(model: ModelConfig, machine: Machine) -> bool:
+def should_compile(model: ModelConfig, machine: Machine) -> bool:
     """Return whether layers and loss are compiled: by default on a GPU; never if bf16 products are taken in fp32."""
     wanted = machine.device.type == "cuda" if model.compile is None else model.compile
     return wanted and not machine.takes_fp32_products(model)
 
 
-def _capability_of(rates: Rates) -> Capability:
+def _read_capability(rates: Rates) -> Capability:
     """Return the compute capability of a GPU, by default that for which the kernels have figures."""
     if rates.compute_capability is None:
         return HOPPER
@@ -221,7 +221,7 @@ def _capability_of(rates: Rates) -> Capability:
     return int(major), int(minor)
 
 
-def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
+def choose_budgets(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
     """Return the bytes of GPU memory and RAM: as they are set, or from the machine.
 
     Raises:

@@ -20,7 +20,7 @@ from megatier.models.expert_units import cut_units, max_expert_parts
 from megatier.ranks.ranks import Ranks, check_groups
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.slots import GPU_SLOTS
-from megatier.setup.machine import Machine, compiles
+from megatier.setup.machine import Machine, should_compile
 from megatier.setup.tower import Tower
 from megatier.setup.workload import COMPUTE_DTYPES, Workload
 
@@ -64,7 +64,7 @@ class Setup:
         check_groups(config.train.groups, machine.world.num_ranks)
 
         # From here on the setting is true or false in the config.
-        config = config.changed({"model.compile": compiles(config.model, machine)})
+        config = config.changed({"model.compile": should_compile(config.model, machine)})
         units = cut_units(model, config.model.expert_parts)
         return cls(
             config=config,
@@ -97,7 +97,7 @@ class Setup:
         # bf16 products that a CPU takes in fp32 are never compiled, so the dtype decides as well.
         decided = (own.model.compile, own.model.compute_dtype)
         if (config.model.compile, config.model.compute_dtype) != decided:
-            config = config.changed({"model.compile": compiles(config.model, self.machine)})
+            config = config.changed({"model.compile": should_compile(config.model, self.machine)})
 
         units = self.units
 
@@ -163,7 +163,7 @@ class Setup:
         return self.work.rows * self.config.data.sequence_length
 
 
-def advised(short: PlanError, setup: Setup, place: Callable[[Setup], object]) -> PlanError:
+def advise_expert_parts(short: PlanError, setup: Setup, place: Callable[[Setup], object]) -> PlanError:
     """Return a refusal that also says which `model.expert_parts` would do, if a unit is too large for its slots.
 
     Args:

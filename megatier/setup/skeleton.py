@@ -55,7 +55,7 @@ def skeleton_of(config: ModelConfig, model_config: PretrainedConfig | None = Non
         model, _ = open_base(config, 0, model_config)
     else:
         model = build_skeleton(model_config, config.attention)
-    return _adapted(model, config)
+    return _add_adapters(model, config)
 
 
 @usual_defaults()
@@ -69,13 +69,13 @@ def open_model(config: RunConfig, model_config: PretrainedConfig | None = None) 
     Raises:
         ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
     """
-    folder = _folder_of(config.model)
+    folder = _find_folder(config.model)
     seed = config.train.seed
     model, reader = open_base(config.model, seed, model_config)
 
     # The files hold the base, so they are compared with it before it has adapters.
     stored = reader.stored if isinstance(reader, SafetensorsFolder | CodesReader) else None
-    model = _adapted(model, config.model, stored)
+    model = _add_adapters(model, config.model, stored)
     if folder is None or config.model.adapters is None:
         return model, reader
 
@@ -85,7 +85,7 @@ def open_model(config: RunConfig, model_config: PretrainedConfig | None = None) 
     if (given := config.model.adapters.adapter) is None:
         return model, AdaptedWeights(reader, model, seed)
     adapter = Path(given).expanduser()
-    check_base(adapter, folder, identity, _base_of(config.model))
+    check_base(adapter, folder, identity, _find_base(config.model))
     return model, AdaptedWeights(reader, model, seed, StoredAdapter(adapter, model, stored_names(model)))
 
 
@@ -104,7 +104,7 @@ def open_base(
     Raises:
         ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
     """
-    folder = _folder_of(config)
+    folder = _find_folder(config)
     model_config = model_config or model_config_of(config)
     if folder is not None and config.adapters is not None and is_quantised(model_config):
         # Without a dtype the codes are decoded while they are read, which export and merging need.
@@ -123,7 +123,7 @@ def model_config_of(config: ModelConfig) -> PretrainedConfig:
     Raises:
         UnsupportedModelError: it is that of a classifier, which has no loss of the next token; or see there.
     """
-    folder = _folder_of(config, weights=False)
+    folder = _find_folder(config, weights=False)
     model_config = read_model_config(config, folder)
     if is_classifier(model_config):
         where = "model.config" if folder is None else str(folder / CONFIG_FILE)
@@ -135,26 +135,26 @@ def model_config_of(config: ModelConfig) -> PretrainedConfig:
     return model_config
 
 
-def _folder_of(config: ModelConfig, *, weights: bool = True) -> Path | None:
+def _find_folder(config: ModelConfig, *, weights: bool = True) -> Path | None:
     """Return the folder of the model, which may have to be downloaded; None: it starts from scratch."""
     return resolve(config.path, weights=weights) if config.path is not None else None
 
 
-def _adapted(
+def _add_adapters(
     model: PreTrainedModel, config: ModelConfig, stored: Mapping[str, StoredTensor] | None = None
 ) -> PreTrainedModel:
     """Add the adapters to a model, if there are any, and freeze what is not trained; `stored` is what is read of it."""
     if config.adapters is not None:
         # A plan does with a folder that has no weights yet.
-        folder = _folder_of(config, weights=False)
+        folder = _find_folder(config, weights=False)
         if folder is not None and any(folder.glob("*.safetensors")) and not is_quantised(model.config):
             note_base_tensors(model, folder, stored)
-        add_adapters(model, config.adapters, _base_of(config))
+        add_adapters(model, config.adapters, _find_base(config))
     freeze(model, config.frozen)
     return model
 
 
-def _base_of(config: ModelConfig) -> str:
+def _find_base(config: ModelConfig) -> str:
     """Return the base of adapters as their folder names it: the whole path of a folder, or a name on the hub."""
     assert config.path is not None
     local = find_local(config.path)
@@ -183,7 +183,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
 
     # Code that comes with a model is never run (`trust_remote_code`).
     what = f"{where}: transformers does not take this model config"
-    with reading(what, UnsupportedModelError, _complaint, _hint(settings)):
+    with reading(what, UnsupportedModelError, _describe_complaint, _suggest_key(settings)):
         model_config: PretrainedConfig = (
             AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if folder is not None
@@ -195,7 +195,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
     return model_config
 
 
-def _complaint(error: BaseException) -> str:
+def _describe_complaint(error: BaseException) -> str:
     """Return the reason why transformers refuses a config, from its message."""
     # A message about a field of the config has the reason in its last line; others have it in their first sentence.
     lines = str(error).strip().splitlines()
@@ -204,7 +204,7 @@ def _complaint(error: BaseException) -> str:
     return first_sentence(error)
 
 
-def _hint(settings: Mapping[str, Any]) -> str:
+def _suggest_key(settings: Mapping[str, Any]) -> str:
     """Return a question that names the nearest model type, if there is none of the name given."""
     given = settings.get("model_type")
 

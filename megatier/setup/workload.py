@@ -92,20 +92,20 @@ class Workload:
             gpu_direct=tiers.gpu_direct,
         )
         read_in_place = in_place(model, units, tiers, world.num_ranks)
-        activations = _activations(units, train, wrappers_in(model))
+        activations = _choose_activations(units, train, wrappers_in(model))
         offloads_attention = train.offload_attention and train.keeps_attention(tokens)
-        offloaded_bytes = _offloaded_bytes(config, model, options, with_attention=offloads_attention)
+        offloaded_bytes = _count_offloaded_bytes(config, model, options, with_attention=offloads_attention)
         specs = []
         for unit in units:
             activation_bytes = offloaded_bytes if activations[unit.name].offloads_input else 0
             is_in_place = unit.name in read_in_place.parts
-            specs.append(_spec_of(unit, world.num_ranks, activation_bytes, is_in_place=is_in_place))
+            specs.append(_make_spec(unit, world.num_ranks, activation_bytes, is_in_place=is_in_place))
 
         return cls(
             units=units,
             specs=tuple(specs),
             activations=activations,
-            policy=_policy(specs, config, options, world),
+            policy=_make_policy(specs, config, options, world),
             options=options,
             rows=train.batch // train.groups,
             in_place=read_in_place,
@@ -115,7 +115,7 @@ class Workload:
         )
 
 
-def _spec_of(unit: Unit, num_ranks: int, activation_bytes: int, *, is_in_place: bool) -> UnitSpec:
+def _make_spec(unit: Unit, num_ranks: int, activation_bytes: int, *, is_in_place: bool) -> UnitSpec:
     """Return the sizes of a unit's shard on one rank."""
     layout = unit.layout
     return UnitSpec(
@@ -125,7 +125,7 @@ def _spec_of(unit: Unit, num_ranks: int, activation_bytes: int, *, is_in_place: 
         frozen_elements=(layout.num_elements - layout.num_trained) // num_ranks,
         schema=layout.schema,
         is_in_place=is_in_place,
-        update_flops=_update_flops(layout, num_ranks),
+        update_flops=_count_update_flops(layout, num_ranks),
         is_layer=unit.is_layer or unit.experts is not None,
     )
 
@@ -191,7 +191,7 @@ def head_width(text: Any) -> int:  # noqa: ANN401 - a config of any family
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def _update_flops(layout: Layout, num_ranks: int) -> float:
+def _count_update_flops(layout: Layout, num_ranks: int) -> float:
     """Return the most floating-point operations of products that the update of a rank's shard of a unit has."""
     if not layout.schema.by_matrix:
         return 0.0
@@ -204,7 +204,7 @@ def _update_flops(layout: Layout, num_ranks: int) -> float:
     return max(flops_of_ranks)
 
 
-def _policy(specs: Sequence[UnitSpec], config: RunConfig, options: IoOptions, world: World) -> Policy:
+def _make_policy(specs: Sequence[UnitSpec], config: RunConfig, options: IoOptions, world: World) -> Policy:
     """Return the choices that decide how many bytes a rank has."""
     tiers = config.tiers
 
@@ -231,7 +231,9 @@ def _policy(specs: Sequence[UnitSpec], config: RunConfig, options: IoOptions, wo
     )
 
 
-def _offloaded_bytes(config: RunConfig, model: PreTrainedModel, options: IoOptions, *, with_attention: bool) -> int:
+def _count_offloaded_bytes(
+    config: RunConfig, model: PreTrainedModel, options: IoOptions, *, with_attention: bool
+) -> int:
     """Return the bytes that a layer offloads for one group: its input, and what attention gave if that goes too."""
     dtype = COMPUTE_DTYPES[config.model.compute_dtype]
     text = model.config.get_text_config()
@@ -250,7 +252,7 @@ def _offloaded_bytes(config: RunConfig, model: PreTrainedModel, options: IoOptio
     return sum(round_up(size, options.granule_bytes) for size in sizes)
 
 
-def _activations(units: Sequence[Unit], train: TrainConfig, adapted: Collection[str]) -> dict[str, Activations]:
+def _choose_activations(units: Sequence[Unit], train: TrainConfig, adapted: Collection[str]) -> dict[str, Activations]:
     """Return the activation policy of each unit.
 
     It is the setting, except for the last layers, which may keep theirs. Only layers have an input that is worth

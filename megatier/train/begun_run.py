@@ -58,7 +58,7 @@ class BegunRun:
         """Start the watchdog, lock the directory, and find the step to go on from; see `train`."""
         # The other ranks had nothing to say until here but what stops them.
         console = console_of(ranks, console)
-        watchdog = stack.enter_context(_watchdog(setup.config, expected, ranks))
+        watchdog = stack.enter_context(_make_watchdog(setup.config, expected, ranks))
 
         # Locked before `Start` looks for saved steps there, which another run could write or remove.
         directory = SharedDirectory(stack, setup.config, ranks, resumes=resumes)
@@ -77,7 +77,7 @@ class BegunRun:
         )
 
 
-def _watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | None) -> Watchdog:
+def _make_watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | None) -> Watchdog:
     """Return the watchdog. It is entered before all that may hang while it closes, so that it still watches then."""
     expected_s = 0.0 if expected is None else expected.forecast.seconds
 

@@ -9,18 +9,18 @@ from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.config.schema import RunConfig
-from megatier.config.text import options
+from megatier.config.text import format_options
 from megatier.data.image_packs import positions_of
 from megatier.engine.head import can_fuse
 from megatier.errors import ConfigError, PlanError
 from megatier.guards.weight_changes import check_evaluates
 from megatier.models.decoder import check_stops_at_borders
 from megatier.models.limits import has_position_table, max_positions
-from megatier.planner.changes import hidden_at
+from megatier.planner.changes import find_hidden_tokens
 from megatier.planner.prediction import Prediction
 from megatier.planner.search import Choice, search
 from megatier.report.console import say
-from megatier.report.metrics import wavering
+from megatier.report.metrics import format_range
 from megatier.setup.setup import Setup
 
 WITHOUT_FLEX = "model.attention is {}, not flex_attention, because {}"
@@ -138,9 +138,9 @@ def plan_choices(setup: Setup, given: frozenset[str], console: Console) -> tuple
         return config, None
 
     # As options of the command line, so that they can be given to another run as they are.
-    words = options(choice.settings)
+    words = format_options(choice.settings)
     prediction = Prediction(choice)
-    said = f"planned, {choice.seconds:.3g} s a step{wavering(prediction.seconds_range)}{': ' * bool(words)}{words}"
+    said = f"planned, {choice.seconds:.3g} s a step{format_range(prediction.seconds_range)}{': ' * bool(words)}{words}"
     say(console, said)
     _describe_hidden(console, choice, config.train.batch * config.data.sequence_length)
     return config.changed(choice.settings), prediction
@@ -150,11 +150,11 @@ def _describe_hidden(console: Console, choice: Choice, tokens: int) -> None:
     """Say from how many tokens a step on the drives cost nothing (N*), if state spills."""
     if not choice.forecast.moved_bytes.get("ram_to_nvme"):
         return
-    least = hidden_at(choice.trial, choice.placement, tokens)
+    least = find_hidden_tokens(choice.trial, choice.placement, tokens)
     if least is None:
         return
 
-    # `hidden_at` tries no fewer tokens than the run has, so the true N* may be below that.
+    # `find_hidden_tokens` tries no fewer tokens than the run has, so the true N* may be below that.
     text = f"from N* = {least:,} tokens a step on; this run has {tokens:,}"
     if least == tokens:
         text = f"at this run's {tokens:,} tokens a step"

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from megatier.config.remarks import remarks
+from megatier.config.remarks import list_remarks
 from megatier.config.schema import RunConfig
 from megatier.data.text_stream import TextStream
 from megatier.errors import mib
@@ -41,7 +41,7 @@ def describe_reserved(console: Console, session: Session) -> None:
         Tier.NVME: "NVMe",
     }
     sizes = []
-    for state in tier_states(session):
+    for state in list_tier_states(session):
         num_bytes = state.state_bytes + state.other_bytes
         if num_bytes:
             sizes.append(f"{mib(num_bytes)} of {names[Tier(state.tier)]}")
@@ -96,7 +96,8 @@ def describe_run(console: Console, config: RunConfig, session: Session, text: Te
     # What the run has chosen by itself is said with its reason.
     count, why = session.io_threads
     threads = f", {count} I/O threads each way ({why})" if session.store.files is not None else ""
-    say(console, f"{_model(session, config)}; {nvme_path(session.store)}{threads}{_ram_path(session.store)}")
+    paths = f"{describe_nvme_path(session.store)}{threads}{_describe_ram_path(session.store)}"
+    say(console, f"{_describe_model(session, config)}; {paths}")
     describe_text(console, config, text)
     if config.tiers.gpu_limit is not None and session.engine.options.device.type != "cuda":
         say(console, "tiers.gpu_limit is ignored, because this run has no GPU.")
@@ -107,14 +108,14 @@ def describe_run(console: Console, config: RunConfig, session: Session, text: Te
     if config.tiers.streamed_share:
         say(console, f"{len(placement.streamed)} units stream their state through the GPU to be updated there")
     if placement.spilled:
-        say(console, _safety(config, placement, plan.num_kept))
-    generations = _in_ram_twice(placement)
+        say(console, _describe_safety(config, placement, plan.num_kept))
+    generations = _describe_generations(placement)
     for words in (
         *generations,
         *session.setup.work.products.described(),
-        *_base_on_nvme(session),
-        *_unified(session),
-        *remarks(config),
+        *_describe_base(session),
+        *_describe_unified(session),
+        *list_remarks(config),
     ):
         say(console, words)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
@@ -122,7 +123,7 @@ def describe_run(console: Console, config: RunConfig, session: Session, text: Te
         say(console, f"{what} of {count} units lie on NVMe, because RAM is too short for them")
     if session.engine.options.device.type == "cpu":
         say(console, NO_GPU)
-    print_placement(console, tier_states(session), placement.num_ranks)
+    print_placement(console, list_tier_states(session), placement.num_ranks)
     if session.ranks is not None:
         why = f" ({session.ranks.transport_reason})" if session.ranks.transport_reason else ""
         say(console, f"weights and gradients go between ranks by {session.ranks.transport}{why}")
@@ -130,7 +131,7 @@ def describe_run(console: Console, config: RunConfig, session: Session, text: Te
         say(console, promised)
 
 
-def _unified(session: Session) -> Iterator[str]:
+def _describe_unified(session: Session) -> Iterator[str]:
     """Yield what has to be known where GPU memory and RAM are one memory."""
     setup = session.setup
     if (num_bytes := setup.machine.rates.unified_bytes) is not None:
@@ -148,13 +149,13 @@ def describe_positions(console: Console, model: PreTrainedModel, sequence_length
         )
 
 
-def nvme_path(store: TieredStore) -> str:
+def describe_nvme_path(store: TieredStore) -> str:
     """Return how bytes really go to and from NVMe."""
     access = {None: "no NVMe tier", True: "NVMe by O_DIRECT", False: "NVMe by buffered access (O_DIRECT was refused)"}
     return access[store.is_direct] + (f", to the GPU by {store.gpu_path}" if store.gpu_path is not None else "")
 
 
-def _ram_path(store: TieredStore) -> str:
+def _describe_ram_path(store: TieredStore) -> str:
     """Return how bytes go between RAM and the GPU, if not all of RAM is page-locked."""
     if store.staging is None:
         return ""
@@ -162,7 +163,7 @@ def _ram_path(store: TieredStore) -> str:
     return f"; {unlocked} of RAM are not page-locked, and pass through rings, which is slower"
 
 
-def tier_states(session: Session) -> list[TierState]:
+def list_tier_states(session: Session) -> list[TierState]:
     """Return the bytes that the placement puts in each tier."""
     state = session.placement.state_bytes
     other = session.placement.other_bytes
@@ -177,7 +178,7 @@ def tier_states(session: Session) -> list[TierState]:
     ]
 
 
-def opening_record(
+def make_opening_record(
     session: Session, tiers: Sequence[TierState], expected: Prediction | None, changes: Sequence[str] = ()
 ) -> dict[str, object]:
     """Return the opening record of a process, without its step.
@@ -217,14 +218,14 @@ def opening_record(
     }
 
 
-def _in_ram_twice(placement: Placement) -> Iterator[str]:
+def _describe_generations(placement: Placement) -> Iterator[str]:
     """Yield how many units in RAM have a second place there, if any may have one, as a sentence."""
     if placement.generations > 1:
         count = len(set(placement.speculative) - set(placement.spilled))
         yield f"{count} units in RAM have a second place there and are updated in the backward"
 
 
-def _base_on_nvme(session: Session) -> Iterator[str]:
+def _describe_base(session: Session) -> Iterator[str]:
     """Yield how the frozen weights of a base get from NVMe to the run, in sentences."""
     num_on_nvme = 0
     for unit in session.own_units:
@@ -252,7 +253,7 @@ def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
         yield Kind.GRAD, placement.grad_homes[unit] or "slot"
 
 
-def _model(session: Session, config: RunConfig) -> str:
+def _describe_model(session: Session, config: RunConfig) -> str:
     work = session.setup.work
     train = config.train
 
@@ -267,7 +268,7 @@ def _model(session: Session, config: RunConfig) -> str:
     )
 
 
-def _safety(config: RunConfig, placement: Placement, num_kept: int) -> str:
+def _describe_safety(config: RunConfig, placement: Placement, num_kept: int) -> str:
     """Return how state on NVMe is updated, and what a run has left after a kill."""
     output = config.output
     # In place, a kill during an update leaves parts of two steps in the block files, which nothing goes on from.

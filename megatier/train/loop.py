@@ -103,7 +103,7 @@ class Loop:
             self._saves.best = state.best
         # The steps of a run whose export failed may be over already.
         if self._is_over():
-            return self._outcome(partial(say, self._console))
+            return self._tell_outcome(partial(say, self._console))
 
         train = self._config.train
 
@@ -144,14 +144,14 @@ class Loop:
                     break
 
             self._saves.finish_checkpoint(progress.note)
-            return "stopped" if stops else self._outcome(progress.end)
+            return "stopped" if stops else self._tell_outcome(progress.end)
 
     def _is_over(self) -> bool:
         """Return whether no step is left to do after the last one."""
         train = self._config.train
         return self.last_step >= train.steps or self._saves.best.is_over(train.early_stopping_patience)
 
-    def _outcome(self, say: Say) -> Outcome:
+    def _tell_outcome(self, say: Say) -> Outcome:
         """Return how the steps of a run that is over ended, and tell why if they ended early."""
         if self.last_step >= self._config.train.steps:
             return "whole"
@@ -198,7 +198,7 @@ class Loop:
 
         # The same events give the printed figures, the records, the picture and the trace.
         events = session.player.take_events()
-        events += self._own_events(step, began_ns, read_ns, ended_ns)
+        events += self._make_own_events(step, began_ns, read_ns, ended_ns)
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         times = StepTimes.of(events, began_ns=began_ns, read_ns=read_ns, ended_ns=ended_ns)
         waited_s = times.spent.stall_seconds.get("checkpoint", 0.0)
@@ -223,7 +223,7 @@ class Loop:
             # Its events must not count for the first step.
             self._session.player.take_events()
 
-    def _own_events(self, step: int, began_ns: int, read_ns: int, ended_ns: int) -> list[TraceEvent]:
+    def _make_own_events(self, step: int, began_ns: int, read_ns: int, ended_ns: int) -> list[TraceEvent]:
         """Return the events of a step that the player does not see: the step itself, and a wait for its text."""
         events = [
             TraceEvent(
@@ -272,7 +272,7 @@ class Loop:
         try:
             # Nothing has to move on while rows are read: what makes pixels is in no queue.
             with self._watchdog.watch(self._session.player, lambda: None if self._is_reading else 0):
-                loss = self._session.engine.evaluate(self._held_out())
+                loss = self._session.engine.evaluate(self._read_held_out())
         except torch.OutOfMemoryError:
             # Weights are what they were. Other ranks would wait in vain for this one, so there the run ends.
             if self._session.ranks is not None:
@@ -305,7 +305,7 @@ class Loop:
             }
         )
 
-    def _held_out(self) -> Iterator[Rows]:
+    def _read_held_out(self) -> Iterator[Rows]:
         """Yield the groups of an evaluation. No more than one batch is made at once, as in a step: pixels are large."""
         train = self._config.train
         batches = itertools.islice(self._text.read_holdout(train), train.evaluate_batches)

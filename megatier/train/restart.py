@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megatier.checkpoint.run_directory import CONFIG_FILE
-from megatier.config.file import from_dict, given_in, load_saved, to_dict
+from megatier.config.file import from_dict, list_given, load_saved, to_dict
 from megatier.config.schema import RunConfig
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
@@ -49,4 +49,4 @@ def find_restarted_run(
         stored[section][name] = from_command[section][name]
 
     # A stored config has every setting, so all of them count as given, and no planner changes them on the way.
-    return from_dict(stored), given_in(stored)
+    return from_dict(stored), list_given(stored)

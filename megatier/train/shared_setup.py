@@ -10,7 +10,7 @@ from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.report.console import console_of, say
-from megatier.setup.attention_choice import with_kernel
+from megatier.setup.attention_choice import choose_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import model_config_of, open_model
@@ -44,7 +44,7 @@ def plan_setup(
     model_config = model_config_of(config.model)
 
     def fitted() -> tuple[RunConfig, str]:
-        return with_kernel(fit_positions(config, given, model_config), model_config, machine)
+        return choose_kernel(fit_positions(config, given, model_config), model_config, machine)
 
     chosen, why_not_flex = all_ranks.broadcast(fitted)
     if why_not_flex:

@@ -54,7 +54,7 @@ class SharedText:
             return text.batch(step, train.batch)
 
         # The first rank alone calls `made`, since only it has a text.
-        return _cut(self._all_ranks.broadcast(made), train.groups)
+        return _split(self._all_ranks.broadcast(made), train.groups)
 
     def read_rehearsal(self, step: int, train: TrainConfig) -> list[Rows]:
         """Return groups for `Engine.rehearse` before a step, counted from 0; none if it needs no rehearsal."""
@@ -77,7 +77,7 @@ class SharedText:
             rows = self._all_ranks.broadcast(lambda: next(batches, None))
             if rows is None:
                 return
-            yield _cut(rows, train.groups)
+            yield _split(rows, train.groups)
 
     def with_steps(self, train: TrainConfig, console: Console) -> TrainConfig:
         """Return the settings with the steps that their epochs take, or `train.steps` if that is given and smaller.
@@ -115,6 +115,6 @@ class SharedText:
         return self._text
 
 
-def _cut(rows: Rows | list[Rows], count: int) -> list[Rows]:
+def _split(rows: Rows | list[Rows], count: int) -> list[Rows]:
     """Return the rows of a batch in so many groups. Rows with images come in groups already: these cannot be cut."""
     return rows if isinstance(rows, list) else split_groups(rows, count)

@@ -26,7 +26,7 @@ from megatier.session.process import memory_bytes
 from megatier.session.session import Session
 from megatier.tier import QUEUES
 from megatier.trace.events import Account, ByName, TraceEvent, account, busy_seconds
-from megatier.train.description import nvme_path
+from megatier.train.description import describe_nvme_path
 
 RANKS = "ranks"
 """The queue by which bytes come from other ranks."""
@@ -118,7 +118,7 @@ class StepReports:
         self._compile_seconds += spent.compile_seconds
         memory_by_name, others = self._ask_ranks(times)
 
-        slowest = self._slowest(result.own_seconds)
+        slowest = self._find_slowest(result.own_seconds)
         slowest_busy = {}
         # The lanes of the first rank are in the report already.
         if slowest is not None and slowest.rank:
@@ -146,7 +146,7 @@ class StepReports:
         self.tokens_seen += round(report.tokens)
         self.images_seen += round(report.images or 0)
         # After the counts, which are among the figures.
-        figures = self._figures(report, result)
+        figures = self._make_figures(report, result)
         return report, {**figures, **memory_by_name, "other_ranks": others}
 
     def count_moves(self) -> dict[str, dict[str, int]]:
@@ -226,7 +226,7 @@ class StepReports:
                 others.append({"rank": rank, "host": self._hosts[rank], **lanes})
         return most_memory, others
 
-    def _slowest(self, seconds: Sequence[float]) -> SlowestRank | None:
+    def _find_slowest(self, seconds: Sequence[float]) -> SlowestRank | None:
         """Return the rank that took longest itself in a step, from the seconds of each; None if there is one alone."""
         if len(seconds) < 2:
             return None
@@ -239,7 +239,7 @@ class StepReports:
             least_seconds=min(seconds),
         )
 
-    def _figures(self, report: StepReport, result: StepResult) -> dict[str, object]:
+    def _make_figures(self, report: StepReport, result: StepResult) -> dict[str, object]:
         """Return the record of a step but for what other ranks told, whose names `report.history` knows."""
         figures = asdict(report)
         # The opening record has `bound_by`, and the slowest rank's lanes are among those of the other ranks.
@@ -257,5 +257,5 @@ class StepReports:
             "tokens_per_s": report.tokens / report.seconds,
             "speculation": OUTCOMES[self._session.speculation.outcome],
             **self.count_moves(),
-            "nvme_path": nvme_path(self._session.store),
+            "nvme_path": describe_nvme_path(self._session.store),
         }

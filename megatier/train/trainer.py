@@ -29,7 +29,7 @@ from megatier.checkpoint.run_directory import (
     SAVEPOINT_FOLDER,
     TENSORBOARD_FOLDER,
     TRACE_FILE,
-    check_goes_on,
+    check_can_resume,
     read_run_id,
 )
 from megatier.checkpoint.run_state import write_numbers
@@ -54,7 +54,7 @@ from megatier.report.metrics import MetricsLog, format_count
 from megatier.report.report import WorkBar
 from megatier.report.tensorboard import ScalarEvents
 from megatier.report.trackers import Sender, TrackedRun, load_trackers
-from megatier.saving.end_export import export_end
+from megatier.saving.end_export import export_at_end
 from megatier.saving.origin import Origin, read_origin
 from megatier.saving.save_plan import SavePlan
 from megatier.saving.saves import Record, Saves
@@ -69,8 +69,8 @@ from megatier.train.description import (
     describe_positions,
     describe_reserved,
     describe_run,
-    opening_record,
-    tier_states,
+    list_tier_states,
+    make_opening_record,
 )
 from megatier.train.loop import Loop, Outcome
 from megatier.train.restart import find_restarted_run
@@ -178,7 +178,7 @@ def _take_steps(run: BegunRun, sources: Sources, reader: WeightReader, trackers:
         _write_changes(run, config, sources.origin)
 
     record = _open_records(run, config, trackers)
-    first = opening_record(session, tier_states(session), run.expected, sources.changes)
+    first = make_opening_record(session, list_tier_states(session), run.expected, sources.changes)
     record({"step": run.start.step, **first})
     saves = Saves(config, session, lambda: text.state, sources.origin, plan, run.watchdog, record)
     loop = Loop(config, run.console, session, text, record, run.expected, run.watchdog, saves)
@@ -248,7 +248,7 @@ def _open_sources(run: BegunRun) -> Sources:
     config, model = run.setup.config, run.setup.model
     start = run.start
     if run.resumes:
-        check_goes_on(start.directory, config)
+        check_can_resume(start.directory, config)
         start.check_evaluations(config)
         if start.state is None:
             say(run.console, "There is no checkpoint yet, so the run begins again.")
@@ -434,5 +434,5 @@ def _finish(
 
     # The savepoint is dropped last: if the export fails, the run goes on from it.
     if config.output.export:
-        export_end(run.console, config, session, tokens, saves, last_step)
+        export_at_end(run.console, config, session, tokens, saves, last_step)
     drop_savepoint(session, directory / SAVEPOINT_FOLDER)

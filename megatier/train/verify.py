@@ -100,7 +100,7 @@ RANK_PLACEMENTS: dict[str, Budgeted] = {
 """The same for ranks, in bytes for each of them. Whole units pass through the GPU, so its budgets are larger."""
 
 
-def modes_of(optimizer: str, products: str = "bf16") -> dict[Mode, tuple[Activations, ...]]:
+def list_modes(optimizer: str, products: str = "bf16") -> dict[Mode, tuple[Activations, ...]]:
     """Return the modes that an optimizer has, with products of this type."""
     narrows = OPTIMIZERS[optimizer].narrows
     return {
@@ -137,7 +137,7 @@ def verify(
     # Otherwise kernels may add up in another order in each run, whatever the placement is.
     torch.use_deterministic_algorithms(True)
     quick = Mode(CLIP, optimizer=optimizer, products=products)
-    modes = {quick: (Activations.KEEP,)} if is_quick else modes_of(optimizer, products)
+    modes = {quick: (Activations.KEEP,)} if is_quick else list_modes(optimizer, products)
     with joined(choose_device(device, "--device").type) as ranks:
         if ranks is not None:
             quiet = console if ranks.rank == 0 else Console(quiet=True)
@@ -153,10 +153,17 @@ def verify(
     began = time.monotonic()
     with WorkBar(console, "runs", total, "{:.0f}".format) as work:
         for number, (mode, name, activations) in enumerate(runs):
-            digest, moved = _run(device, directory, PLACEMENTS[name], activations, mode)
+            digest, moved = _run_placement(device, directory, PLACEMENTS[name], activations, mode)
             is_equal = digest == expected.setdefault(mode, digest)
             agree &= is_equal
-            table.add_row(name, activations, *_words(mode), megabytes(moved), digest[:DIGITS], _verdict(is_equal))
+            table.add_row(
+                name,
+                activations,
+                *_describe_mode(mode),
+                format_megabytes(moved),
+                digest[:DIGITS],
+                _describe_verdict(is_equal),
+            )
 
             if not number:
                 about = format_seconds((time.monotonic() - began) * total)
@@ -181,19 +188,30 @@ def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, 
         own = directory / f"alone-{ranks.rank}"
         own.mkdir(parents=True, exist_ok=True)
         try:
-            expected, _ = _run(device, own, PLACEMENTS["all in ram"], Activations.KEEP, mode, groups=ranks.size)
+            expected, _ = _run_placement(
+                device, own, PLACEMENTS["all in ram"], Activations.KEEP, mode, groups=ranks.size
+            )
         finally:
             # Empty by now, since a run removes its block files. Those that it could not remove stay, as its error says.
             with contextlib.suppress(OSError):
                 own.rmdir()
-        table.add_row("all in ram", "1", *_words(mode), "0.0 MB", expected[:DIGITS], "")
+        table.add_row("all in ram", "1", *_describe_mode(mode), "0.0 MB", expected[:DIGITS], "")
 
         for name, placement in RANK_PLACEMENTS.items():
-            digest, moved = _run(device, directory, placement, Activations.KEEP, mode, groups=ranks.size, ranks=ranks)
+            digest, moved = _run_placement(
+                device, directory, placement, Activations.KEEP, mode, groups=ranks.size, ranks=ranks
+            )
             # Every rank compares, so a GPU that computes other bits than the others is found.
             is_equal = all(ranks.all_gather_object(digest == expected))
             agree &= is_equal
-            table.add_row(name, str(ranks.size), *_words(mode), megabytes(moved), digest[:DIGITS], _verdict(is_equal))
+            table.add_row(
+                name,
+                str(ranks.size),
+                *_describe_mode(mode),
+                format_megabytes(moved),
+                digest[:DIGITS],
+                _describe_verdict(is_equal),
+            )
 
     console.print(table)
     total = len(RANK_PLACEMENTS) * len(modes)
@@ -202,7 +220,7 @@ def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, 
     return agree
 
 
-def _run(
+def _run_placement(
     device: str,
     directory: Path,
     placement: Budgeted,
@@ -239,7 +257,7 @@ def _run(
         streamed_share=share,
         generations=generations,
     )
-    train = _settings(activations, mode, groups)
+    train = _make_settings(activations, mode, groups)
     digest = hashlib.sha256()
 
     # Without clipping and guard, updates run inside the backward, unless ranks share the state.
@@ -256,7 +274,7 @@ def _run(
     with Session(setup, seed=0, ranks=ranks) as session:
         session.load(Initialiser(model, seed=0))
         for step in range(1, STEPS + 1):
-            result = session.engine.train_step(step, 1e-3, _batches(step, groups))
+            result = session.engine.train_step(step, 1e-3, _make_batches(step, groups))
 
             # `repr` writes as many digits as tell a float from every other one, so no bit is lost.
             digest.update(repr((result.loss, result.grad_norm)).encode())
@@ -272,7 +290,7 @@ def _run(
     return digest.hexdigest(), moved["nvme_to_ram"] + moved["ram_to_nvme"]
 
 
-def _batches(step: int, groups: int) -> list[dict[str, torch.Tensor]]:
+def _make_batches(step: int, groups: int) -> list[dict[str, torch.Tensor]]:
     """Return the tokens of a step, in its groups."""
     # The step's number is its seed, so that each run sees the same tokens.
     generator = torch.Generator().manual_seed(step)
@@ -281,22 +299,22 @@ def _batches(step: int, groups: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": rows, "labels": rows} for rows in tokens.chunk(groups)]
 
 
-def _words(mode: Mode) -> tuple[str, str]:
+def _describe_mode(mode: Mode) -> tuple[str, str]:
     """Return the words of the table for a mode."""
     return "global" if mode.clip is not None else "off", mode.moments
 
 
-def _verdict(is_equal: bool) -> str:
+def _describe_verdict(is_equal: bool) -> str:
     """Return the words of the table for a digest."""
     return "[green]equal[/]" if is_equal else "[red]different[/]"
 
 
-def megabytes(num_bytes: int) -> str:
+def format_megabytes(num_bytes: int) -> str:
     """Return bytes as the table has them."""
     return f"{num_bytes / 1e6:.1f} MB"
 
 
-def _settings(activations: str, mode: Mode, groups: int) -> TrainConfig:
+def _make_settings(activations: str, mode: Mode, groups: int) -> TrainConfig:
     """Return the settings of a run, with the same sequences in each group."""
     return TrainConfig(
         steps=STEPS,

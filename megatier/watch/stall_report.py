@@ -17,7 +17,7 @@ SHOWN_MAX = 8
 QUEUES_TITLE = "queues (a copy on a CUDA stream counts as in flight until its queue looks again):"
 
 
-def stall_report(player: Player, quiet_s: float) -> str:
+def describe_stall(player: Player, quiet_s: float) -> str:
     """Describe the work of every queue, of the gate, and of every Python thread but those of idle queues."""
     states = [queue.state() for queue in player.queues]
     lines = [f"megatier: nothing has moved on for {quiet_s:.0f} s", "", QUEUES_TITLE]
@@ -43,22 +43,22 @@ def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
     else:
         transfer, since_ns = state.current
         at = f" ({cause})" if cause is not None else ""
-        yield f"  {state.name}: at {transfer.key}{at} for {seconds_since(since_ns)}; {state.num_waiting} wait behind it"
+        yield f"  {state.name}: at {transfer.key}{at} for {format_age(since_ns)}; {state.num_waiting} wait behind it"
         for word, others in (("after", transfer.requires), ("behind", transfer.follows)):
             # What is done is no reason to wait. `seen_done` asks no device, since even that might hang now.
             pending = [other for other in others if not other.seen_done()]
-            for line in shortened(pending):
+            for line in list_first(pending):
                 yield f"    {word} {line}"
 
-    for line in shortened(state.in_flight):
+    for line in list_first(state.in_flight):
         yield f"    in flight: {line}"
 
 
-def shortened(transfers: Sequence[Transfer]) -> Iterator[str]:
+def list_first(transfers: Sequence[Transfer]) -> Iterator[str]:
     """Yield the first transfers, by queue, key and age, and how many more there are."""
     for transfer in transfers[:SHOWN_MAX]:
         since_ns, _ = transfer.span_ns()
-        age = f"for {seconds_since(since_ns)}" if since_ns else "not started"
+        age = f"for {format_age(since_ns)}" if since_ns else "not started"
         yield f"{transfer.queue} {transfer.key}, {age}"
     if len(transfers) > SHOWN_MAX:
         yield f"{len(transfers) - SHOWN_MAX} more"
@@ -100,6 +100,6 @@ def describe_threads(left_out: Container[str]) -> Iterator[str]:
             yield f"  {code.co_filename}:{line} in {code.co_name}"
 
 
-def seconds_since(start_ns: int) -> str:
+def format_age(start_ns: int) -> str:
     """Return the time that has passed since a moment of time.perf_counter_ns."""
     return f"{(time.perf_counter_ns() - start_ns) / 1e9:.0f} s"

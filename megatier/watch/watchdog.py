@@ -27,7 +27,7 @@ from typing import Self
 from megatier import _native
 from megatier.errors import StallError
 from megatier.play.player import Player
-from megatier.watch.stall_report import stall_report
+from megatier.watch.stall_report import describe_stall
 from megatier.watch.stall_timer import StallTimer
 
 LOOK_S_MAX = 1.0
@@ -42,7 +42,7 @@ EXIT_ERROR = 2
 """The exit status of the command for every error of ours."""
 
 
-def _nothing() -> int:
+def _count_nothing() -> int:
     """Return 0: queues count all work."""
     return 0
 
@@ -67,7 +67,7 @@ class Watchdog:
         # The time between looks is 0 if the watchdog never acts. Then no thread is started and no signal is caught.
         self._look_s = min(LOOK_S_MAX, least_s / LOOKS_MIN)
         self._player: Player | None = None
-        self._done: Callable[[], int | None] = _nothing
+        self._done: Callable[[], int | None] = _count_nothing
         self._error: StallError | None = None
         self._lock = threading.Lock()
         """Held while a pass begins or ends, and from the decision that one hangs until its thread was told."""
@@ -93,7 +93,7 @@ class Watchdog:
                 signal.signal(SIGNAL, self._handler)
 
     @contextmanager
-    def watch(self, player: Player, done: Callable[[], int | None] = _nothing) -> Iterator[None]:
+    def watch(self, player: Player, done: Callable[[], int | None] = _count_nothing) -> Iterator[None]:
         """Watch a pass, or other work, in which something has to move on until this ends.
 
         Args:
@@ -137,8 +137,8 @@ class Watchdog:
 
     def _look(self, player: Player) -> object:
         """Return a value that differs from the one before as soon as something has moved on; None: nothing has to."""
-        done = answer_of(self._done)
-        return None if done is None else (done, answer_of(partial(progress, player)))
+        done = call_safely(self._done)
+        return None if done is None else (done, call_safely(partial(read_progress, player)))
 
     def _stop(self, player: Player) -> None:
         """Write the report, and raise the error in the training thread if that can be reached."""
@@ -146,15 +146,15 @@ class Watchdog:
         self._error = StallError(self._stall_timer.quiet_s, str(self._path))
         # Neither the terminal nor the drive can be relied on now, so each is written to on a thread of its own.
         text = self._report(player)
-        attempt(lambda: sys.stderr.write(text))
-        attempt(lambda: self._path.write_text(text, encoding="utf-8"))
+        write_or_give_up(lambda: sys.stderr.write(text))
+        write_or_give_up(lambda: self._path.write_text(text, encoding="utf-8"))
         if self._trainer is not None:
             signal.pthread_kill(self._trainer, SIGNAL)
 
     def _report(self, player: Player) -> str:
         """Return the report, or why there is none."""
         try:
-            return stall_report(player, self._stall_timer.quiet_s)
+            return describe_stall(player, self._stall_timer.quiet_s)
         except Exception:  # noqa: BLE001 - whatever is wrong with the report, the run has to end
             return f"megatier: {self._error} Its report could not be made:\n{traceback.format_exc()}"
 
@@ -172,13 +172,13 @@ class Watchdog:
             "resume` takes them over or `megatier clean` removes them.\n"
         )
         # A process without a terminal may have None for either.
-        attempt(lambda: sys.stdout.flush())
-        attempt(lambda: sys.stderr.write(words))
+        write_or_give_up(lambda: sys.stdout.flush())
+        write_or_give_up(lambda: sys.stderr.write(words))
         # Not `sys.exit`, which would wait for the threads that hang.
         os._exit(EXIT_ERROR)
 
 
-def attempt(write: Callable[[], object]) -> None:
+def write_or_give_up(write: Callable[[], object]) -> None:
     """Write on a thread of its own, which is given up if the drive, or the reader of the pipe, hangs.
 
     No error comes of it: the run has to end, even if there is no stream, no memory and no thread to write with.
@@ -194,7 +194,7 @@ def attempt(write: Callable[[], object]) -> None:
         thread.join(GRACE_S)
 
 
-def answer_of(look: Callable[[], object]) -> object:
+def call_safely(look: Callable[[], object]) -> object:
     """Return what a look gives, or the name of its error: the watchdog goes on, and sees nothing move there."""
     try:
         return look()
@@ -202,7 +202,7 @@ def answer_of(look: Callable[[], object]) -> object:
         return type(error).__name__
 
 
-def progress(player: Player) -> object:
+def read_progress(player: Player) -> object:
     """Return a value that differs from the one before as soon as a queue, an update or compute has moved on."""
     counts = []
     for queue in player.queues:

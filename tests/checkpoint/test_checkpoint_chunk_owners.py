@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatier import layout
-from megatier.checkpoint.checkpoint import tensors_of
+from megatier.checkpoint.checkpoint import list_tensors
 from megatier.checkpoint.chunk_owners import ChunkOwners, sizes_of
 from megatier.checkpoint.grid import Grid
 from megatier.layout import Layout, TensorSlice
@@ -44,7 +44,7 @@ def test_every_element_is_written_once_by_the_rank_that_has_the_first_of_its_chu
         written: dict[str, dict[int, int]] = {}
         for unit in whole_units:
             for rank in range(size):
-                for tensor in tensors_of(unit.layout.shard(rank, size), array):
+                for tensor in list_tensors(unit.layout.shard(rank, size), array):
                     has.setdefault(tensor.name, {}).update(dict.fromkeys(range(*tensor.elements), rank))
                     written.setdefault(tensor.name, {}).update(dict.fromkeys(range(*tensor.elements), rank))
                 for other in range(size):

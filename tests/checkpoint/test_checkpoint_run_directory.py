@@ -14,7 +14,7 @@ from megatier.checkpoint.run_directory import (
     METRICS_FILE,
     RUN_ID_FILE,
     RunDirectory,
-    check_goes_on,
+    check_can_resume,
     check_is_run,
 )
 from megatier.config.data_section import DataConfig
@@ -141,7 +141,7 @@ def test_run_that_is_over_does_not_go_on(made: list[str], words: list[str], said
         (tmp_path / name).mkdir(parents=True)
     config = load(None, ["--model.path=m", "--data.files=f", *words])
     with pytest.raises(ConfigError, match=said):
-        check_goes_on(tmp_path, config)
+        check_can_resume(tmp_path, config)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_run_that_is_over_does_not_go_on(made: list[str], words: list[str], said
 def test_run_that_has_something_left_to_do_goes_on(made: list[str], words: list[str], tmp_path: Path) -> None:
     for name in made:
         (tmp_path / name).mkdir(parents=True)
-    check_goes_on(tmp_path, load(None, ["--model.path=m", "--data.files=f", *words]))
+    check_can_resume(tmp_path, load(None, ["--model.path=m", "--data.files=f", *words]))
 
 
 def test_run_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatier.checkpoint.environment import environment
+from megatier.checkpoint.environment import read_environment
 from megatier.checkpoint.run_state import RunState
 from megatier.compute.token_tiles import Decision
 from megatier.config.data_section import DataConfig
@@ -56,14 +56,14 @@ def test_variable_by_which_a_library_chooses_its_kernels_is_a_change(monkeypatch
 
 
 def test_environment_is_told_whichever_way_precisions_were_set() -> None:
-    assert environment(CPU)["matmul precision"] == "highest"
+    assert read_environment(CPU)["matmul precision"] == "highest"
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert environment(CPU)["matmul precision"].startswith("cuda tf32, mkldnn ")
+        assert read_environment(CPU)["matmul precision"].startswith("cuda tf32, mkldnn ")
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert environment(CPU)["matmul precision"] == "highest"
+    assert read_environment(CPU)["matmul precision"] == "highest"
 
 
 def test_environment_that_an_older_version_noted_is_compared_in_its_own_names() -> None:

@@ -159,5 +159,5 @@ def test_config_show_of_a_pipe_reads_it_once(capsys: pytest.CaptureFixture[str],
 
 def test_options_are_written_as_the_command_line_reads_them() -> None:
     settings = {"train.kept_attention": False, "train.clip": None, "tiers.gpu": 3 << 30, "train.slices": 2}
-    words = config_text.options(settings)
+    words = config_text.format_options(settings)
     assert words == "--train.kept_attention false --train.clip null --tiers.gpu 3GiB --train.slices 2"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatier.config.file import from_dict
-from megatier.config.remarks import remarks
+from megatier.config.remarks import list_remarks
 from megatier.config.schema import RunConfig, TrainConfig
 
 PLAIN = from_dict({"model": {"path": "m"}, "data": {"files": ["x"]}})
@@ -20,7 +20,7 @@ def with_train(**given: Any) -> RunConfig:
 
 @pytest.mark.parametrize(("rate", "is_remarked"), [(0.0, False), (1e-3, False), (0.9, False), (1.0, True), (1e6, True)])
 def test_learning_rate_that_no_model_stands_is_remarked_on(rate: float, is_remarked: bool) -> None:
-    said = list(remarks(with_train(learning_rate=rate), "lr"))
+    said = list(list_remarks(with_train(learning_rate=rate), "lr"))
     assert [words.startswith(f"lr is {rate:g}. A step moves each weight") for words in said] == [True] * is_remarked
 
 
@@ -41,7 +41,7 @@ def test_learning_rate_that_no_model_stands_is_remarked_on(rate: float, is_remar
     ],
 )
 def test_setting_without_effect_is_named_with_the_reason(config: RunConfig, name: str) -> None:
-    (said,) = remarks(config)
+    (said,) = list_remarks(config)
     assert said.startswith(f"{name} is ")
     assert " has no effect, because " in said
 
@@ -49,4 +49,4 @@ def test_setting_without_effect_is_named_with_the_reason(config: RunConfig, name
 def test_settings_that_take_effect_are_not_remarked_on() -> None:
     given = with_train(activations="offload", kept_layers=1, kept_attention=True, offload_attention=True)
     muon = with_train(optimizer="muon", momentum=0.9, min_learning_rate_ratio=0.1)
-    assert not [*remarks(given), *remarks(muon), *remarks(PLAIN)]
+    assert not [*list_remarks(given), *list_remarks(muon), *list_remarks(PLAIN)]

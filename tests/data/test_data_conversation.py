@@ -10,7 +10,7 @@ import pytest
 
 from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Conversation, Turns
-from megatier.data.text import documents
+from megatier.data.text import read_documents
 from megatier.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
@@ -21,7 +21,7 @@ FROM_HUMAN, FROM_GPT = {"from": "human", "value": "Why?"}, {"from": "gpt", "valu
 def read(tmp_path: Path, record: Any, **settings: Any) -> list[str | Conversation]:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record))
-    return list(documents(DataConfig(files=(str(path),), **settings)))
+    return list(read_documents(DataConfig(files=(str(path),), **settings)))
 
 
 def read_one(tmp_path: Path, record: Any, chat: str) -> Conversation:
@@ -139,7 +139,7 @@ def test_conversation_that_does_not_fit_whole_is_left_out(tmp_path: Path) -> Non
     path.write_text(json.dumps([{"instruction": "Why?", "output": "So."}] * 3))
     for max_bytes, count in ((20, 2), (21, 3)):
         config = DataConfig(files=(str(path),), chat="alpaca", max_bytes=max_bytes)
-        assert len(list(documents(config))) == count
+        assert len(list(read_documents(config))) == count
 
 
 def test_conversations_of_a_text_file_are_refused(tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_conversations_of_a_text_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"a\.txt holds no conversations, but data\.chat is set\. Give files of \.jsonl"
     ):
-        list(documents(DataConfig(files=(f"{tmp_path}/a.txt",), chat="messages")))
+        list(read_documents(DataConfig(files=(f"{tmp_path}/a.txt",), chat="messages")))
     with pytest.raises(DataError, match=r"holds no file in \.json \.jsonl"):
-        list(documents(DataConfig(files=(str(tmp_path),), chat="messages")))
+        list(read_documents(DataConfig(files=(str(tmp_path),), chat="messages")))
 
 
 def test_turns_of_parts_of_text_are_their_text_and_others_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Conversation
-from megatier.data.text import documents
+from megatier.data.text import read_documents
 from megatier.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
@@ -25,7 +25,7 @@ def read(folder: Path, dataset: dict[str, Any], record: dict[str, Any]) -> list[
     (folder / "a.json").write_text(json.dumps([record]))
     info = folder / "dataset_info.json"
     info.write_text(json.dumps({"mine": {"file_name": "a.json", **dataset}}))
-    return list(documents(DataConfig(files=(f"{info}#mine",))))
+    return list(read_documents(DataConfig(files=(f"{info}#mine",))))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_describe_dataset_of_another_kind_is_refused(tmp_path: Path, dataset: di
 def test_describe_unknown_name_lists_those_there_are(tmp_path: Path) -> None:
     info = tmp_path / "dataset_info.json"
     with pytest.raises(DataError, match=r"cannot read .*No such file"):
-        list(documents(DataConfig(files=(f"{info}#mine",))))
+        list(read_documents(DataConfig(files=(f"{info}#mine",))))
     info.write_text('{"theirs": {}}')
     with pytest.raises(DataError, match=r"no such dataset\. Names: theirs"):
-        list(documents(DataConfig(files=(f"{info}#mine",))))
+        list(read_documents(DataConfig(files=(f"{info}#mine",))))

@@ -21,7 +21,7 @@ from megatier.config.data_section import DataConfig
 from megatier.data import encoded
 from megatier.data.conversation import Conversation
 from megatier.data.sources import check_sources, find_sources
-from megatier.data.text import documents, guess_shape
+from megatier.data.text import guess_shape, read_documents
 from megatier.errors import DataError
 
 TEXTS = ["one é\n☃", 'two, "quoted"\n', "three 🙂"]
@@ -98,7 +98,7 @@ def every_door(found: DataConfig) -> list[str]:
     """What the look before a run, `init` and the run itself make of the data."""
     check_sources(found)
     assert guess_shape(found) == (found.chat, found.text_field)
-    return [said(document) for document in documents(found)]
+    return [said(document) for document in read_documents(found)]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -175,14 +175,14 @@ def test_documents_of_what_is_no_text_are_refused_by_name_and_place(
 ) -> None:
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(DataError, match=message) as raised:
-        list(documents(config(tmp_path / name)))
+        list(read_documents(config(tmp_path / name)))
     assert name in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet", "a.txt.gz"])
 def test_every_door_refuses_what_is_no_regular_file_and_never_waits_for_it(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    for door in (check_sources, lambda found: list(documents(found)), guess_shape):
+    for door in (check_sources, lambda found: list(read_documents(found)), guess_shape):
         for entry in (tmp_path / name, tmp_path):
             if name != "a.txt.gz" or entry != tmp_path:
                 with pytest.raises(DataError, match=rf"cannot read .*{name}: it is no regular file"):
@@ -194,20 +194,20 @@ def test_documents_of_a_link_to_nothing_are_refused_in_a_folder_too(tmp_path: Pa
     (tmp_path / "a.txt").symlink_to("../annex/gone")
     for entry in (tmp_path, tmp_path / "a.txt", tmp_path / "*.txt"):
         with pytest.raises(DataError, match=r"a\.txt is a link to \.\./annex/gone, which is not there"):
-            list(documents(config(entry)))
+            list(read_documents(config(entry)))
 
 
 def test_documents_of_a_folder_named_like_a_file_are_those_in_it(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").mkdir()
     (tmp_path / "x.jsonl" / "a.txt").write_text("inside")
-    assert list(documents(config(tmp_path / "x.jsonl"))) == list(documents(config(tmp_path))) == ["inside"]
+    assert list(read_documents(config(tmp_path / "x.jsonl"))) == list(read_documents(config(tmp_path))) == ["inside"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.txt.gz"])
 def test_documents_of_an_empty_file_alone_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(DataError, match=r"no text in .* there is no record, or all of them are empty"):
-        list(documents(config(tmp_path / name)))
+        list(read_documents(config(tmp_path / name)))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.txt.gz", "a.csv.zst"])
@@ -218,37 +218,37 @@ def test_documents_larger_than_ram_may_hold_are_refused_before_they_fill_it(
     raw = b"a" * (3 << 20)
     (tmp_path / name).write_bytes(PACKERS.get(Path(name).suffix, bytes)(raw))
     with pytest.raises(DataError, match=r"holds more than 1\.0 MiB in one document"):
-        list(documents(config(tmp_path / name)))
+        list(read_documents(config(tmp_path / name)))
 
 
 def test_documents_of_one_long_line_are_read_in_linear_time(tmp_path: Path) -> None:
     text = "words and more " * (1 << 20)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
-    assert list(documents(config(tmp_path / "a.jsonl"))) == [text]
+    assert list(read_documents(config(tmp_path / "a.jsonl"))) == [text]
 
 
 def test_documents_lines_that_do_not_decode_are_left_out_if_told_so(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "b"}\n')
-    assert list(documents(config(tmp_path / "a.jsonl", skip_bad=True))) == ["a", "b"]
+    assert list(read_documents(config(tmp_path / "a.jsonl", skip_bad=True))) == ["a", "b"]
 
 
 def test_documents_json_without_records_stays_one_text(tmp_path: Path) -> None:
     for text in ('{"name": "a"}', "[1, 2]", '[{"name": 3}]', '{"messages": {"hello": "text"}}', "{broken"):
         (tmp_path / "a.json").write_text(text)
-        assert list(documents(config(tmp_path / "a.json"))) == [text]
+        assert list(read_documents(config(tmp_path / "a.json"))) == [text]
 
 
 def test_documents_zstd_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt.zst").write_bytes(zstd(b"x"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"needs pyarrow to unpack zstd: pip install 'megatier\[data\]'"):
-        list(documents(config(tmp_path / "a.txt.zst")))
+        list(read_documents(config(tmp_path / "a.txt.zst")))
 
 
 @pytest.mark.parametrize("entry", ["a/**b", "\0", "x" * 5000])
 def test_documents_of_an_entry_that_is_no_path_are_refused(entry: str) -> None:
     with pytest.raises(DataError, match=r"data\.files"):
-        list(documents(config(entry)))
+        list(read_documents(config(entry)))
 
 
 def test_check_sources_looks_at_the_beginning_alone(tmp_path: Path) -> None:

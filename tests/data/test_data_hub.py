@@ -16,7 +16,7 @@ import pytest
 from megatier.config.data_section import DataConfig
 from megatier.data import hub
 from megatier.data.packed_text import PackedText
-from megatier.data.text import documents
+from megatier.data.text import read_documents
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import DataError
 
@@ -43,9 +43,9 @@ def test_documents_of_a_folder_are_those_of_its_split(tmp_path: Path) -> None:
     write(tmp_path / "set", "train", ["one", "", "two"])
     write(tmp_path / "set", "test", ["three"])
     config = DataConfig(dataset=str(tmp_path / "set"))
-    assert list(documents(config)) == ["one", "two"]
-    assert list(documents(config, "test")) == ["three"]
-    assert list(documents(DataConfig(dataset=str(tmp_path / "set"), split="train[1:]+test"))) == ["two", "three"]
+    assert list(read_documents(config)) == ["one", "two"]
+    assert list(read_documents(config, "test")) == ["three"]
+    assert list(read_documents(DataConfig(dataset=str(tmp_path / "set"), split="train[1:]+test"))) == ["two", "three"]
 
 
 def test_build_holds_out_the_split_that_is_named(tmp_path: Path) -> None:
@@ -67,13 +67,13 @@ def test_build_of_too_little_text_says_so(tmp_path: Path) -> None:
 def test_documents_malformed_row_names_dataset_split_and_row(tmp_path: Path) -> None:
     write(tmp_path / "set", "train", ["one", "two"])
     with pytest.raises(DataError, match=r"set \(train\), row 1, row 2: no text under 'body'"):
-        list(documents(DataConfig(dataset=str(tmp_path / "set"), text_field="body")))
+        list(read_documents(DataConfig(dataset=str(tmp_path / "set"), text_field="body")))
 
 
 def test_documents_of_a_dataset_without_text_says_so(tmp_path: Path) -> None:
     write(tmp_path / "set", "train", ["", ""])
     with pytest.raises(DataError, match=r"no text in .*set. Check data.dataset, data.split"):
-        list(documents(DataConfig(dataset=str(tmp_path / "set"))))
+        list(read_documents(DataConfig(dataset=str(tmp_path / "set"))))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -12,7 +12,7 @@ from tiny_vision import VISION_FAMILIES, image_batch, text_batch, vision_config
 from torch import Tensor
 
 from megatier.data.columns import count_real_tokens
-from megatier.data.image_packs import joined, packed, positions_of
+from megatier.data.image_packs import join_rows, pack_images, positions_of
 from megatier.data.image_rows import ImageRow
 from megatier.errors import UnsupportedModelError
 from megatier.models.decoder import build_skeleton
@@ -28,7 +28,7 @@ def row(num_tokens: int, num_patches: int) -> ImageRow:
 def test_packs_hold_each_conversation_once_and_keep_both_bounds() -> None:
     draw = random.Random(1)
     rows = [row(draw.randint(1, 100), draw.randint(0, 50)) for _ in range(200)]
-    packs = packed(rows, 100, 60)
+    packs = pack_images(rows, 100, 60)
     assert sorted(id(each) for pack in packs for each in pack) == sorted(map(id, rows))
     assert all(sum(each.num_tokens for each in pack) <= 100 for pack in packs)
     assert all(sum(each.num_patches for each in pack) <= 60 for pack in packs)
@@ -36,7 +36,7 @@ def test_packs_hold_each_conversation_once_and_keep_both_bounds() -> None:
     places = {id(each): place for place, each in enumerate(rows)}
     firsts = [min(places[id(each)] for each in pack) for pack in packs]
     assert firsts == sorted(firsts)
-    assert packed(rows, 100, 60) == packs
+    assert pack_images(rows, 100, 60) == packs
 
 
 def conversations(family: str) -> list[dict[str, Tensor]]:
@@ -56,7 +56,7 @@ def conversations(family: str) -> list[dict[str, Tensor]]:
 def test_conversation_in_a_pack_has_the_logits_that_it_has_alone(family: str) -> None:
     model: Any = plain_model(vision_config(family)).eval()
     alone = conversations(family)
-    columns = joined([alone], LENGTH, PAD, positions_of(model))
+    columns = join_rows([alone], LENGTH, PAD, positions_of(model))
     assert columns["input_ids"].shape == (1, LENGTH)
     assert count_real_tokens(columns) == sum(each["input_ids"].shape[1] for each in alone)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_numbers_of_a_batch_have_each_a_place_of_their_own(family: str) -> None:
     alone = conversations(family)
     packs = [[each] for each in alone] + [alone]
     for count in (1, len(packs)):
-        columns = joined(packs[:count], LENGTH, PAD, positions_of(plain_model(vision_config(family))))
+        columns = join_rows(packs[:count], LENGTH, PAD, positions_of(plain_model(vision_config(family))))
         for name, column in columns.items():
             assert column.is_contiguous(), name
 
@@ -82,7 +82,7 @@ def test_numbers_of_a_batch_have_each_a_place_of_their_own(family: str) -> None:
 def test_sequences_of_a_group_are_joined_in_order() -> None:
     model = plain_model(vision_config("qwen3_vl"))
     alone = conversations("qwen3_vl")
-    columns = joined([alone[:2], alone[2:]], LENGTH, PAD, positions_of(model))
+    columns = join_rows([alone[:2], alone[2:]], LENGTH, PAD, positions_of(model))
     assert columns["position_ids"].shape == (4, 2, LENGTH)
     assert torch.equal(columns["pixel_values"], torch.cat([alone[0]["pixel_values"], alone[2]["pixel_values"]]))
     assert columns["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 4]]

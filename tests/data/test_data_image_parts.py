@@ -14,7 +14,7 @@ from megatier.config.data_section import DataConfig
 from megatier.data.conversation import SHAREGPT, Alpaca, Conversation, PromptCompletion, Turns
 from megatier.data.dataset_info import describe
 from megatier.data.image_parts import IMAGE_KEYS, text_of
-from megatier.data.text import documents
+from megatier.data.text import read_documents
 from megatier.errors import ConfigError, DataError
 
 RAW = b"\x89PNG and more"
@@ -142,13 +142,13 @@ def test_record_with_media_that_are_not_read_is_refused_by_its_key(
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({**record, key: []}))
     config = DataConfig(files=(str(path),), chat=chat)
-    assert len(list(documents(config))) == 1, "an empty column of a table"
+    assert len(list(read_documents(config))) == 1, "an empty column of a table"
 
     path.write_text(json.dumps({**record, key: ["a.mp4"]}))
     reads_it = key in IMAGE_KEYS
     for images in (False, True)[: 1 if reads_it else 2]:
         with pytest.raises(DataError, match=f"line 1: the record has something under '{key}' that would not be read"):
-            list(documents(replace(config, images=images)))
+            list(read_documents(replace(config, images=images)))
 
 
 def test_description_with_a_column_of_videos_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_described_dataset_names_its_column_of_images(tmp_path: Path) -> None:
     info.write_text(json.dumps({"a": {"file_name": "a.json", "formatting": "sharegpt", "columns": columns}}))
     turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "yes"}]
     (tmp_path / "a.json").write_text(json.dumps([{"conversations": turns, "pictures": ["b.png"]}]))
-    [found] = documents(DataConfig(files=(f"{info}#a",), images=True))
+    [found] = read_documents(DataConfig(files=(f"{info}#a",), images=True))
     assert isinstance(found, Conversation)
     assert (found.images, found.folder) == (("b.png",), tmp_path)
     with pytest.raises(DataError, match=r"#a: its records have images\. Set data\.images to true"):

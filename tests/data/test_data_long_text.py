@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from megatier.data import long_text
-from megatier.data.long_text import tokens_of
+from megatier.data.long_text import tokenise_long_text
 
 WORDS = (
     *("the", "a", "of", "model", "learns", "slowly", "über", "weights,", "streamed", "from", "drives;", "it's"),
@@ -112,7 +112,7 @@ def test_tokens_of_a_long_text_are_those_of_the_whole(
     monkeypatch.setattr(long_text, "OVERLAP_CHARACTERS", 1000)
     for size in sizes:
         monkeypatch.setattr(long_text, "PIECE_CHARACTERS", size)
-        pieces = list(tokens_of(text, tokenizer))
+        pieces = list(tokenise_long_text(text, tokenizer))
         assert np.concatenate(pieces).tolist() == whole
         if name == "prose":
             assert len(pieces) > 3, "in pieces"

@@ -14,7 +14,7 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data.conversation import Conversation
 from megatier.data.image_file import decode_all
-from megatier.data.processor import Processor, labels_of, load_processor
+from megatier.data.processor import Processor, load_processor, make_labels
 from megatier.errors import DataError
 
 pytest.importorskip("PIL")
@@ -83,7 +83,7 @@ def test_text_that_spells_the_token_of_an_image_is_refused_with_the_record(spelt
 
 def test_labels_are_ids_in_the_ranges_that_are_learnt() -> None:
     ids = torch.arange(8).reshape(2, 4)
-    assert labels_of(ids, [((1, 2), (3, 4)), ()]).tolist() == [[-100, 1, -100, 3], [-100] * 4]
+    assert make_labels(ids, [((1, 2), (3, 4)), ()]).tolist() == [[-100, 1, -100, 3], [-100] * 4]
 
 
 def test_folder_without_a_processor_of_images_is_refused(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 
 from megatier.config.data_section import DataConfig
 from megatier.data import records
-from megatier.data.formats import format_of
+from megatier.data.formats import find_format
 from megatier.data.records import read_records, saved_files
-from megatier.data.text import documents
+from megatier.data.text import read_documents
 from megatier.errors import DataError, FileChangedError
 
 RECORDS: list[dict[str, Any]] = [
@@ -50,7 +50,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "stream.arrow", "file.arrow"])
 def test_read_records_gives_what_was_written_and_its_place(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, RECORDS)
-    found = list(read_records(path, format_of(path)))
+    found = list(read_records(path, find_format(path)))
     assert [record for _, record in found] == RECORDS
     places = ["line 1", "line 3"] if name == "a.jsonl" else ["record 1", "record 2"]
     assert [place for place, _ in found] == [f"{path}, {place}" for place in places]
@@ -71,14 +71,14 @@ def test_read_records_damaged_file_says_which(tmp_path: Path, name: str, content
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}[,:] ?{message}"):
-        list(read_records(path, format_of(path)))
+        list(read_records(path, find_format(path)))
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_read_records_line_that_is_no_json_has_its_error_in_its_place(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b'{"text": "a"}\n{"text": \n{"text": "b"}')
-    first, bad, last = read_records(path, format_of(path))
+    first, bad, last = read_records(path, find_format(path))
     assert (first[1], last[1]) == ({"text": "a"}, {"text": "b"})
     assert isinstance(bad[1], DataError)
     assert f"{name}, line 2: no valid JSON" in str(bad[1])
@@ -87,14 +87,14 @@ def test_read_records_line_that_is_no_json_has_its_error_in_its_place(tmp_path: 
 def test_read_records_json_by_lines_is_told_from_an_array(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("\n".join(json.dumps(record) for record in RECORDS))
-    assert [record for _, record in read_records(path, format_of(path))] == RECORDS
+    assert [record for _, record in read_records(path, find_format(path))] == RECORDS
 
 
 def test_read_records_table_cut_short_says_which(tmp_path: Path) -> None:
     path = write(tmp_path / "stream.arrow", RECORDS * 100)
     path.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(DataError, match=r"stream\.arrow: no valid arrow file"):
-        list(read_records(path, format_of(path)))
+        list(read_records(path, find_format(path)))
 
 
 @pytest.mark.parametrize("change", ["grown", "cut"])
@@ -104,7 +104,7 @@ def test_read_records_of_a_table_that_is_written_while_it_is_read_is_refused_by_
 ) -> None:
     """A mapped file that is cut would end the process by a signal."""
     path = write(tmp_path / name, [{"text": f"{number:09}" * 100} for number in range(4000)])
-    found = read_records(path, format_of(path))
+    found = read_records(path, find_format(path))
     next(found)
     if change == "grown":
         path.write_bytes(path.read_bytes() + b"1")
@@ -117,7 +117,7 @@ def test_read_records_of_a_table_that_is_written_while_it_is_read_is_refused_by_
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow"])
 def test_read_records_of_a_table_that_is_replaced_are_those_of_the_first_one(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, RECORDS * 1000)
-    found = read_records(path, format_of(path))
+    found = read_records(path, find_format(path))
     next(found)
     (tmp_path / "other").mkdir()
     write(tmp_path / "other" / name, RECORDS).rename(path)
@@ -127,7 +127,7 @@ def test_read_records_of_a_table_that_is_replaced_are_those_of_the_first_one(nam
 def test_read_records_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'megatier\[data\]'"):
-        list(read_records(tmp_path / "a.parquet", format_of(tmp_path / "a.parquet")))
+        list(read_records(tmp_path / "a.parquet", find_format(tmp_path / "a.parquet")))
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
@@ -148,7 +148,7 @@ def test_table_that_the_system_stops_giving_is_told_as_unreadable(
 
     monkeypatch.setattr(records, "_batches", lost)
     with pytest.raises(DataError, match=rf"cannot read .*{name}: Stale file handle\.$"):
-        list(documents(DataConfig(files=(str(tmp_path / name),))))
+        list(read_documents(DataConfig(files=(str(tmp_path / name),))))
 
 
 def test_table_refused_without_a_reason_is_told_by_the_kind_of_error(
@@ -162,13 +162,13 @@ def test_table_refused_without_a_reason_is_told_by_the_kind_of_error(
 
     monkeypatch.setattr(records, "_batches", refused)
     with pytest.raises(DataError, match=r"a\.parquet: no valid parquet file: OSError\.$"):
-        list(read_records(path, format_of(path)))
+        list(read_records(path, find_format(path)))
 
 
 def test_read_records_missing_table_is_an_os_error(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(FileNotFoundError):
-        list(read_records(tmp_path / "a.parquet", format_of(tmp_path / "a.parquet")))
+        list(read_records(tmp_path / "a.parquet", find_format(tmp_path / "a.parquet")))
 
 
 def test_documents_of_a_saved_dataset_come_in_the_order_of_its_state(tmp_path: Path) -> None:
@@ -177,13 +177,13 @@ def test_documents_of_a_saved_dataset_come_in_the_order_of_its_state(tmp_path: P
         write(tmp_path / name, [record])
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
     (tmp_path / "dataset_info.json").write_text("{}")
-    assert list(documents(DataConfig(files=(str(tmp_path),)))) == ["one", "two"]
+    assert list(read_documents(DataConfig(files=(str(tmp_path),)))) == ["one", "two"]
 
 
 def test_documents_of_tables_in_a_folder_are_read(tmp_path: Path) -> None:
     write(tmp_path / "b.parquet", RECORDS)
     write(tmp_path / "a.txt", [])
-    assert list(documents(DataConfig(files=(str(tmp_path),)))) == ["[]", "one", "two"]
+    assert list(read_documents(DataConfig(files=(str(tmp_path),)))) == ["[]", "one", "two"]
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,16 @@ import pytest
 
 from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Text
-from megatier.data.formats import format_of
+from megatier.data.formats import find_format
 from megatier.data.holdout import split_documents
 from megatier.data.records import BadRecords
 from megatier.data.sources import Source, find_sources
-from megatier.data.text import documents
+from megatier.data.text import read_documents
 from megatier.errors import DataError, FileChangedError
 
 
 def read(*files: Path | str, **settings: Any) -> list[str]:
-    return [str(text) for text in documents(DataConfig(files=tuple(map(str, files)), **settings))]
+    return [str(text) for text in read_documents(DataConfig(files=tuple(map(str, files)), **settings))]
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_documents_unreadable_file_raises(tmp_path: Path) -> None:
 
 def test_documents_vanished_file_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gone.txt"
-    gone = Source(path, format_of(path), Text("text"))
+    gone = Source(path, find_format(path), Text("text"))
     monkeypatch.setattr("megatier.data.text.find_sources", lambda _: [gone])
     with pytest.raises(DataError, match=r"cannot read .*gone\.txt: No such file"):
         read(tmp_path)
@@ -162,7 +162,7 @@ def test_documents_bad_records_are_left_out_if_told_so(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{\n{"text": "two"}\n[]\n')
     bad = BadRecords(skips=True)
     config = DataConfig(files=(str(tmp_path / "a.jsonl"),), skip_bad=True)
-    assert list(documents(config, bad=bad)) == ["one", "two"]
+    assert list(read_documents(config, bad=bad)) == ["one", "two"]
     assert bad.count == 2
     assert [text.partition(": ")[0].rpartition(", ")[2] for text in bad.first] == ["line 2", "line 4"]
 
@@ -247,7 +247,7 @@ def test_documents_below_a_folder_that_cannot_be_read_are_refused(folder: Path) 
 def test_documents_of_a_file_that_is_written_while_it_is_read_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"{number:09}" * 100}) + "\n" for number in range(3000)))
-    found = documents(DataConfig(files=(str(path),), sequence_length=8))
+    found = read_documents(DataConfig(files=(str(path),), sequence_length=8))
     next(iter(found))
     with path.open("r+b") as file:
         file.seek(-50, os.SEEK_END)

@@ -18,7 +18,7 @@ from crossed import crossed
 from megatier.config.data_section import DataConfig
 from megatier.data import packer
 from megatier.data.columns import count_real_tokens
-from megatier.data.shards import changes, shards_of
+from megatier.data.shards import find_shard_changes, list_shards
 from megatier.data.text_stream import TextStream
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import CheckpointError, DataError
@@ -264,15 +264,15 @@ def test_open_files_that_no_step_has_come_to_are_refused_if_they_are_others(
 def test_shards_of_a_large_file_are_told_by_samples_and_the_time_of_its_change(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(bytes(1 << 20))
-    before = shards_of(str(tmp_path), [str(path)])
-    assert not changes(before, shards_of(str(tmp_path), [str(path)]))
+    before = list_shards(str(tmp_path), [str(path)])
+    assert not find_shard_changes(before, list_shards(str(tmp_path), [str(path)]))
     with path.open("r+b") as file:
         file.seek(100_000)
         file.write(b"x")
-    assert changes(before, shards_of(str(tmp_path), [str(path)])) == ["large was written since"]
+    assert find_shard_changes(before, list_shards(str(tmp_path), [str(path)])) == ["large was written since"]
     with path.open("r+b") as file:
         file.write(b"x")
-    assert changes(before, shards_of(str(tmp_path), [str(path)])) == ["large holds something else"]
+    assert find_shard_changes(before, list_shards(str(tmp_path), [str(path)])) == ["large holds something else"]
 
 
 @pytest.mark.parametrize("shards", [3, {"0.jsonl": 3}], ids=str)
@@ -386,7 +386,7 @@ def write_letters(folder: Path, *letters: str) -> None:
 @pytest.fixture
 def x_is_unknown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of windows of two rows, for a tokenizer that does not know an x."""
-    monkeypatch.setattr(packer, "special_tokens", lambda _: [256, ord("x")])
+    monkeypatch.setattr(packer, "find_special_tokens", lambda _: [256, ord("x")])
     monkeypatch.setattr(packer, "WINDOW_ROWS", 0)
     template = (
         "{% for turn in messages %}{% if turn.role == 'assistant' %}"

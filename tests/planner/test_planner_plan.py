@@ -41,7 +41,7 @@ from megatier.schedule.policy import Policy
 from megatier.schedule.rates import UPDATE_BYTES, Rates
 from megatier.schedule.rates_file import read_rates
 from megatier.schedule.world import World
-from megatier.setup.attention_rule import efficiency
+from megatier.setup.attention_rule import estimate_efficiency
 from megatier.setup.skeleton import skeleton_of
 from megatier.tier import Kind, Phase, Tier
 
@@ -111,7 +111,7 @@ def test_plan_of_documents_apart_computes_all_pairs_but_for_flex_attention() -> 
         seconds[attention, crosses] = made.compute_seconds
     more = seconds["sdpa", False] - seconds["sdpa", True]
     forward = 2 * BATCH * TOKENS**2 * LLAMA["hidden_size"] * LLAMA["num_hidden_layers"] / RATES.flops_per_s
-    rates = {phase: efficiency("sdpa", 16, TOKENS, phase) for phase in Phase}
+    rates = {phase: estimate_efficiency("sdpa", 16, TOKENS, phase) for phase in Phase}
     wanted = forward / rates[Phase.FORWARD] + 2.5 * forward / rates[Phase.BACKWARD]
     assert more == pytest.approx(wanted, rel=0.02)
     assert seconds["flex_attention", False] == seconds["flex_attention", True]

@@ -80,9 +80,9 @@ def test_search_finds_what_trying_everything_finds(case: str) -> None:
     config, budgets = config_of(state), Budgets(64 * MIB, ram, 512 * MIB)
     model = skeleton_of(config.model)
     seconds = []
-    for _, wanted in searching._trials(elsewhere(config, rates, budgets, model=model), frozenset()):
+    for _, wanted in searching._list_trials(elsewhere(config, rates, budgets, model=model), frozenset()):
         try:
-            trial = searching._fitted(wanted)
+            trial = searching._fit_gpu_budget(wanted)
             placement = trial.placed()
         except PlanError:
             continue
@@ -98,10 +98,10 @@ def test_search_for_ranks_finds_what_trying_everything_finds() -> None:
     config, budgets = config_of(state).changed({"train.groups": 2}), Budgets(64 * MIB, ram, 512 * MIB)
     world = World(2)
     model = skeleton_of(config.model)
-    trials = searching._trials(elsewhere(config, rates, budgets, world=world, model=model), frozenset())
-    fitted = [(settings, searching._fitted(trial)) for settings, trial in trials]
+    trials = searching._list_trials(elsewhere(config, rates, budgets, world=world, model=model), frozenset())
+    fitted = [(settings, searching._fit_gpu_budget(trial)) for settings, trial in trials]
     assert {settings["train.groups"] for settings, _ in fitted} == {2, 4, 8}
-    assert {settings["tiers.streamed_share"] for settings, _ in fitted} == set(searching.STREAMED_SHARES_TRIED)
+    assert {settings["tiers.streamed_share"] for settings, _ in fitted} == set(searching.STREAMED_SHARES_SEARCHED)
     least = min(trial.forecast(trial.placed()).seconds for _, trial in fitted)
     choice = search(elsewhere(config, rates, budgets, world=world, model=model))
     assert least <= choice.seconds <= least / (1 - WORTH)
@@ -116,7 +116,7 @@ def test_search_cuts_no_mask_that_cannot_be_cut() -> None:
     model = replace(config.model, attention="flex_attention")
     config = replace(config, model=model, data=replace(config.data, cross_documents=False))
     skeleton, budgets = skeleton_of(config.model), Budgets(64 * MIB, ram, 512 * MIB)
-    trials = searching._trials(elsewhere(config, rates, budgets, model=skeleton), frozenset())
+    trials = searching._list_trials(elsewhere(config, rates, budgets, model=skeleton), frozenset())
     assert {settings["train.slices"] for settings, _ in trials} == {1}
 
 
@@ -138,7 +138,7 @@ def test_search_leaves_settings_that_were_given(given: dict[str, Any]) -> None:
     config = config_of(state).changed(given)
     model, fixed = skeleton_of(config.model), frozenset(given)
     budgets = Budgets(given.get("tiers.gpu", 64 * MIB), ram, 512 * MIB)
-    for settings, trial in searching._trials(elsewhere(config, rates, budgets, model=model), fixed):
+    for settings, trial in searching._list_trials(elsewhere(config, rates, budgets, model=model), fixed):
         assert {name: settings[name] for name in given if name != "tiers.gpu"}.items() <= given.items()
         assert trial.work.policy.generations == settings["tiers.generations"]
     choice = search(elsewhere(config, rates, budgets, model=model), fixed)
@@ -156,8 +156,8 @@ def test_search_with_updates_in_the_backward_finds_what_trying_everything_finds(
     config, budgets = config_of(state).changed(setting), Budgets(64 * MIB, ram, 512 * MIB)
     model = skeleton_of(config.model)
     fitted = [
-        searching._fitted(trial)
-        for _, trial in searching._trials(elsewhere(config, rates, budgets, model=model), frozenset())
+        searching._fit_gpu_budget(trial)
+        for _, trial in searching._list_trials(elsewhere(config, rates, budgets, model=model), frozenset())
     ]
     least = min(trial.forecast(trial.placed()).seconds for trial in fitted)
     assert least <= search(elsewhere(config, rates, budgets, model=model)).seconds <= least / (1 - WORTH)
@@ -169,7 +169,7 @@ def test_search_tries_what_needs_the_norm_where_updates_wait_for_it(clip: float 
     rates, state, ram = CASES["a slow drive"]
     config = config_of(state).changed({"train.clip": clip, "numerics.guard": guard})
     skeleton, budgets = skeleton_of(config.model), Budgets(64 * MIB, ram, 512 * MIB)
-    trials = searching._trials(elsewhere(config, rates, budgets, model=skeleton), frozenset())
+    trials = searching._list_trials(elsewhere(config, rates, budgets, model=skeleton), frozenset())
     policies = [trial.work.policy for _, trial in trials]
     waits = guard or clip is not None
     assert {policy.deferred for policy in policies} == {waits}

@@ -9,7 +9,7 @@ import pytest
 
 from megatier.cli import main
 from megatier.errors import PlanError
-from megatier.planner.shortage import nearest
+from megatier.planner.shortage import find_nearest
 
 ROOT = Path(__file__).parents[2]
 MACHINE = str(ROOT / "examples/machines/h200.yaml")
@@ -63,5 +63,5 @@ def test_plan_search_that_finds_nothing_refuses_with_the_nearest_candidate(
 def test_nearest_refusal_is_of_a_budget_that_can_be_raised() -> None:
     gpu, ram, nvme = (PlanError(t, 10 + more, 10, "", t) for t, more in (("gpu", 1), ("ram", 5), ("nvme", 3)))
     activations = PlanError("activations", 12, 10, "")
-    assert nearest([gpu, ram, activations, nvme]) is nvme
-    assert nearest([activations, gpu]) is gpu
+    assert find_nearest([gpu, ram, activations, nvme]) is nvme
+    assert find_nearest([activations, gpu]) is gpu

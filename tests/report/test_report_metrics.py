@@ -8,7 +8,7 @@ import pytest
 
 from megatier.errors import ConfigError
 from megatier.report import metrics
-from megatier.report.metrics import MetricsLog, format_count, format_seconds, format_share, wavering
+from megatier.report.metrics import MetricsLog, format_count, format_range, format_seconds, format_share
 
 
 def test_write_record_is_on_file_at_once(tmp_path: Path) -> None:
@@ -135,5 +135,5 @@ def test_open_of_a_pipe_is_refused_and_one_where_the_log_is_cut_is_replaced(tmp_
 
 
 def test_wavering_says_from_what_to_what_where_that_shows() -> None:
-    assert wavering((29.51, 36.44)) == " (29.5 to 36.4 as the drives waver)"
-    assert wavering((1.0, 1.0)) == wavering((1.0, 1.0001)) == ""
+    assert format_range((29.51, 36.44)) == " (29.5 to 36.4 as the drives waver)"
+    assert format_range((1.0, 1.0)) == format_range((1.0, 1.0001)) == ""

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megatier.report.figures import SlowestRank, StepReport
-from megatier.report.panel import WIDTH, Course, bound_of, panel, sparkline
+from megatier.report.panel import WIDTH, Course, bound_of, draw_panel, draw_sparkline
 
 STALLS = {"ram_to_gpu": 0.05, "nvme_to_ram": 0.2}
 
@@ -39,7 +39,7 @@ def drawn(report: StepReport, width: int) -> list[list[str]]:
     losses = Course()
     for value in (3.0, 2.0, 1.0):
         losses.add(value)
-    Console(file=target, width=width).print(panel(report, 20, 90, losses))
+    Console(file=target, width=width).print(draw_panel(report, 20, 90, losses))
     return [[word for word in line.split() if set(word) != {"━"}] for line in target.getvalue().splitlines()]
 
 
@@ -61,13 +61,13 @@ def test_panel_of_a_run_with_images_has_their_rate() -> None:
 
 def test_panel_of_a_run_that_ends_early_says_why() -> None:
     target = io.StringIO()
-    Console(file=target, width=100).print(panel(report(STALLS), 20, 0, Course(), why_over="no loss was lower"))
+    Console(file=target, width=100).print(draw_panel(report(STALLS), 20, 0, Course(), why_over="no loss was lower"))
     assert "over         no loss was lower" in target.getvalue()
 
 
 def test_panel_shows_what_all_steps_so_far_waited_for_the_compiler() -> None:
     target = io.StringIO()
-    Console(file=target, width=100).print(panel(report(STALLS), 20, 90, Course(), 6.5))
+    Console(file=target, width=100).print(draw_panel(report(STALLS), 20, 90, Course(), 6.5))
     assert "compiled     6.50 s" in target.getvalue()
     assert "compiled" not in " ".join(word for row in drawn(report(STALLS), 100) for word in row)
 
@@ -121,8 +121,8 @@ def test_course_without_finite_values_is_empty() -> None:
     course = Course()
     for value in (math.nan, math.inf, -math.inf):
         course.add(value)
-    assert sparkline(course.points) == ""
+    assert draw_sparkline(course.points) == ""
 
 
 def test_sparkline_of_equal_values_is_flat() -> None:
-    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert draw_sparkline([2.0, 2.0]) == "▁▁"

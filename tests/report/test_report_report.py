@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatier.errors import mib
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState
-from megatier.report.report import Progress, WorkBar, print_moves, print_placement, step_line
+from megatier.report.report import Progress, WorkBar, format_step, print_moves, print_placement
 
 
 def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
@@ -59,35 +59,35 @@ def test_panel_of_a_run_that_ends_early_has_the_last_step_and_why() -> None:
 
 
 def test_step_line_shows_every_figure() -> None:
-    assert step_line(report(7), 20, 90) == (
+    assert format_step(report(7), 20, 90) == (
         "step 7/20  loss 3.2100  lr 1.00e-03  norm 1.500  tokens/s 8,192  ETA 1 min 30 s  stalled 20.4 % (nvme_to_ram)"
     )
 
 
 def test_step_line_of_a_step_that_hardly_waited_fits_80_columns_and_says_nothing_of_it() -> None:
-    line = step_line(replace(report(1140), stall_seconds={"update": 0.0099}, tokens=8192), 1140, 0)
+    line = format_step(replace(report(1140), stall_seconds={"update": 0.0099}, tokens=8192), 1140, 0)
     assert line == "step 1140/1140  loss 3.2100  lr 1.00e-03  norm 1.500  tokens/s 16,384  ETA 0 ms"
     assert len(line) <= 80
 
 
 def test_step_line_of_a_planned_run_shows_attainment_and_what_bounds_it() -> None:
-    line = step_line(replace(report(7), attainment=0.957, bound_by="nvme"), 20, 90)
+    line = format_step(replace(report(7), attainment=0.957, bound_by="nvme"), 20, 90)
     assert "tokens/s 8,192  attainment 96% (nvme)  ETA" in line
 
 
 def test_step_line_of_a_step_that_compiled_says_so_and_has_the_rate_without_it() -> None:
-    line = step_line(replace(report(7), compile_seconds=4.5), 20, 90)
+    line = format_step(replace(report(7), compile_seconds=4.5), 20, 90)
     assert "tokens/s 8,192  ETA 1 min 30 s  compiled 4.50 s  stalled" in line
 
 
 def test_step_line_of_several_ranks_names_the_slowest() -> None:
     slowest = SlowestRank(rank=3, host="b", seconds=0.45, least_seconds=0.25)
-    line = step_line(replace(report(7), slowest_rank=slowest), 20, 90)
+    line = format_step(replace(report(7), slowest_rank=slowest), 20, 90)
     assert "  slowest rank 3 on b (450 ms, fastest 250 ms)  stalled" in line
 
 
 def test_step_line_without_norm_and_stalls_leaves_them_out() -> None:
-    line = step_line(StepReport(step=1, loss=2.0, learning_rate=0.0, grad_norm=None, tokens=10, seconds=0.0), 1, 0)
+    line = format_step(StepReport(step=1, loss=2.0, learning_rate=0.0, grad_norm=None, tokens=10, seconds=0.0), 1, 0)
     assert "norm" not in line
     assert "tokens/s -" in line
     assert line.endswith("ETA 0 ms")

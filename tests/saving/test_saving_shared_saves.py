@@ -100,7 +100,7 @@ def test_checkpoint_by_time_is_made_or_left_out_as_the_first_rank_says(full: boo
 def train_with_an_export_that_fails(folder: Path, place: str) -> str:
     """Train on this rank. The first rank cannot write, or the second one's last update fails; return the error."""
     is_second = os.environ["RANK"] == "1"
-    before = end_export.export_end
+    before = end_export.export_at_end
 
     def end(console: Console, config: RunConfig, session: Session, *others: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +116,7 @@ def train_with_an_export_that_fails(folder: Path, place: str) -> str:
             before(console, config, session, *others)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ExportError) as refused:
-        patch.setattr(trainer, "export_end", end)
+        patch.setattr(trainer, "export_at_end", end)
         train_in(folder)
     return str(refused.value)
 

@@ -12,7 +12,7 @@ from small_setups import ROUND
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.schedule.budgets import Budgets
-from megatier.setup.attention_choice import with_kernel
+from megatier.setup.attention_choice import choose_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.skeleton import model_config_of
 
@@ -31,7 +31,7 @@ def config_of(shape: dict[str, Any], model: dict[str, Any] | None = None, **trai
 def kernel(config: RunConfig, **machine: Any) -> tuple[RunConfig, str]:
     """What the rule chooses on a machine that has a GPU on which the kernels were measured, or on another one."""
     some = Machine.elsewhere(config.tiers, ROUND, Budgets(0, 0, 0))
-    return with_kernel(config, model_config_of(config.model), replace(some, **machine))
+    return choose_kernel(config, model_config_of(config.model), replace(some, **machine))
 
 
 def test_kernel_on_a_cpu_is_sdpa() -> None:
@@ -52,7 +52,7 @@ def test_kernel_for_a_measured_gpu_is_flex_attention() -> None:
 def test_kernel_elsewhere_is_that_of_the_gpu_that_the_rates_name(capability: float | None, expected: str) -> None:
     config = config_of({})
     machine = Machine.elsewhere(config.tiers, replace(ROUND, compute_capability=capability), Budgets(0, 0, 0))
-    found, _ = with_kernel(config, model_config_of(config.model), machine)
+    found, _ = choose_kernel(config, model_config_of(config.model), machine)
     assert found.model.attention == expected
 
 
@@ -61,7 +61,7 @@ def test_kernel_here_is_that_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     config = config_of({})
     here = Machine.here(replace(config.tiers, gpu=1 << 20, ram=1 << 20))
-    found, why = with_kernel(config, model_config_of(config.model), here)
+    found, why = choose_kernel(config, model_config_of(config.model), here)
     assert found.model.attention == "sdpa"
     assert "8.6" in why
 

@@ -16,7 +16,7 @@ from megatier.measure import probe
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.world import World
 from megatier.setup import machine
-from megatier.setup.machine import Machine, budgets_of, limit_gpu
+from megatier.setup.machine import Machine, choose_budgets, limit_gpu
 
 GIB = 1 << 30
 UNIFIED = replace(ROUND, gpu_bytes=100.0 * GIB, unified_bytes=100.0 * GIB)
@@ -46,13 +46,13 @@ def _integrated(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_budgets_of_unified_memory_are_divided(gpu: int | None, ram: int | None, expected: tuple[int, int]) -> None:
     tiers = TiersConfig(gpu=gpu and gpu * GIB, ram=ram and ram * GIB)
-    assert budgets_of(tiers, CUDA) == tuple(size * GIB for size in expected)
+    assert choose_budgets(tiers, CUDA) == tuple(size * GIB for size in expected)
 
 
 @pytest.mark.usefixtures("_integrated")
 def test_budgets_above_unified_memory_are_refused_here() -> None:
     with pytest.raises(ConfigError, match=r"tiers.gpu is 81.0 GiB and tiers.ram is 20.0 GiB, but .* one memory of 100"):
-        budgets_of(TiersConfig(gpu=81 * GIB, ram=20 * GIB), CUDA)
+        choose_budgets(TiersConfig(gpu=81 * GIB, ram=20 * GIB), CUDA)
 
 
 @pytest.mark.usefixtures("_integrated")

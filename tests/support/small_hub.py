@@ -71,7 +71,7 @@ class Hub(BaseHTTPRequestHandler):
 def main(folder: Path) -> dict[str, Any]:
     """Rows of the whole dataset; tokens of a stream that goes on after the branch moved, and of one that does not."""
     from megatier.config.data_section import DataConfig
-    from megatier.data.text import documents
+    from megatier.data.text import read_documents
     from megatier.data.text_stream import TextStream
     from megatier.data.tokenizer import byte_tokenizer
 
@@ -82,7 +82,7 @@ def main(folder: Path) -> dict[str, Any]:
             found = [stream.batch(step, 2)["input_ids"].tolist() for step in steps]
             return found, json.loads(json.dumps(stream.state))
 
-    whole = list(documents(DataConfig(dataset="org/name")))
+    whole = list(read_documents(DataConfig(dataset="org/name")))
     unbroken, _ = batches("unbroken", range(6))
     first, state = batches("broken", range(3))
     HEADS["main"] = NEW

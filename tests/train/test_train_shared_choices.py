@@ -49,7 +49,7 @@ def train_measured(folder: Path, rates: Rates | None, words: tuple[str, ...], re
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "cached_rates", lambda *_: rates)
         patch.setattr(choices, "search", find)
-        patch.setattr(machine, "budgets_of", lambda *_: (48 << 20, (96 - rank) << 20))
+        patch.setattr(machine, "choose_budgets", lambda *_: (48 << 20, (96 - rank) << 20))
         return train_in(folder, words, resumes), planned
 
 

@@ -195,7 +195,7 @@ def test_verify_on_two_ranks_finds_every_placement_equal_to_one_process(
 
 def test_verify_tries_an_optimizer_in_the_modes_that_it_has() -> None:
     for optimizer, moments in {"adamw": ["fp32", "fp32", "bf16", "fp8"], "lion": ["fp32", "fp32"]}.items():
-        modes = verify.modes_of(optimizer)
+        modes = verify.list_modes(optimizer)
         assert [mode.moments for mode in modes] == moments
         assert [modes[mode] for mode in modes][:2] == [tuple(Activations)] * 2
-        assert [verify._settings("keep", mode, 1).optimizer for mode in modes] == [optimizer] * len(moments)
+        assert [verify._make_settings("keep", mode, 1).optimizer for mode in modes] == [optimizer] * len(moments)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from stalled_scene import Scene, stalled_scene
 
-from megatier.watch.stall_report import QUEUES_TITLE, SHOWN_MAX, stall_report
+from megatier.watch.stall_report import QUEUES_TITLE, SHOWN_MAX, describe_stall
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_report_says_what_each_queue_is_at_and_what_it_waits_for(scene: Scene) -
     thread.start()
     while not scene.player.gate.wanted:
         assert not waiting.has_started(0.001)
-    lines = re.sub(r"for \d+ s", "for N s", stall_report(scene.player, 7.0)).splitlines()
+    lines = re.sub(r"for \d+ s", "for N s", describe_stall(scene.player, 7.0)).splitlines()
     scene.player.gate.open_to(2)
     thread.join()
     flying = [f"    in flight: source block{number}, for N s" for number in range(SHOWN_MAX)]

@@ -22,7 +22,7 @@ from megatier.errors import StallError
 from megatier.schedule.timeline import Access
 from megatier.tier import Phase
 from megatier.watch import watchdog as watchdog_module
-from megatier.watch.watchdog import SIGNAL, Watchdog, progress
+from megatier.watch.watchdog import SIGNAL, Watchdog, read_progress
 from megatier.watch.work_count import WorkCount
 
 STALL_TIMEOUT_S = 10
@@ -40,18 +40,18 @@ def scene() -> Iterator[Scene]:
 
 
 def test_progress_is_every_item_begun_every_move_ended_and_every_access(scene: Scene) -> None:
-    seen = [progress(scene.player)]
+    seen = [read_progress(scene.player)]
     moved = scene.queues[0].submit("block", 1, lambda: scene.move)
     assert moved.has_started(60)
-    seen.append(progress(scene.player))
+    seen.append(read_progress(scene.player))
     scene.move.ended.set()
-    seen.append(progress(scene.player))
+    seen.append(read_progress(scene.player))
     scene.player.accesses.append(Access("unit1", Phase.FORWARD, 0))
-    seen.append(progress(scene.player))
+    seen.append(read_progress(scene.player))
     scene.player.gate.open_to(1)
-    seen.append(progress(scene.player))
+    seen.append(read_progress(scene.player))
     assert all(before != after for before, after in itertools.pairwise(seen))
-    assert progress(scene.player) == seen[-1]
+    assert read_progress(scene.player) == seen[-1]
 
 
 # ---------------------------------------------------------------------- how it acts
@@ -85,8 +85,8 @@ def refuse(*_: object, **__: object) -> Any:
 def test_watch_whose_count_or_progress_raises_still_ends_a_run_that_hangs(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for done, look in ((refuse, progress), (lambda: 1, refuse)):
-        monkeypatch.setattr(watchdog_module, "progress", look)
+    for done, look in ((refuse, read_progress), (lambda: 1, refuse)):
+        monkeypatch.setattr(watchdog_module, "read_progress", look)
         with (
             pytest.raises(StallError),
             Watchdog(tmp_path / "stall.txt", 0.1, 0.0) as watchdog,
@@ -108,7 +108,7 @@ def test_watch_whose_count_raises_sees_queues_move(scene: Scene, tmp_path: Path)
 def test_stall_whose_report_cannot_be_made_says_why_and_ends_the_run(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(watchdog_module, "stall_report", refuse)
+    monkeypatch.setattr(watchdog_module, "describe_stall", refuse)
     path = tmp_path / "stall.txt"
     with pytest.raises(StallError), Watchdog(path, 0.1, 0.0) as watchdog, watchdog.watch(scene.player):
         threading.Event().wait(HANGS_S)
