@@ -35,12 +35,12 @@ class DataConfig(Section):
     NAME = "data"
 
     files: tuple[str, ...] = ()
-    """Files, folders or globs; a folder that Hugging Face's save_to_disk wrote; or PATH/dataset_info.json#NAME of
-    LLaMA-Factory. "python-stdlib" stands for the source of Python's own standard library. What is named twice counts
-    twice. Give exactly one of files and dataset."""
+    """Files, folders or globs; a folder written by Hugging Face's save_to_disk; or PATH/dataset_info.json#NAME of
+    LLaMA-Factory. "python-stdlib" stands for the source of Python's standard library. An entry that is named twice
+    counts twice. Give either this or data.dataset."""
     dataset: str | None = None
-    """Dataset that Hugging Face's `datasets` loads: a name on the hub, such as org/name, or a folder. This needs
-    the extra megatier[datasets]."""
+    """Dataset that Hugging Face's `datasets` loads: a name on the hub, such as org/name, or a folder. This needs the
+    extra megatier[datasets]."""
     subset: str | None = None
     """Subset of data.dataset, if it has several."""
     split: str = "train"
@@ -48,31 +48,31 @@ class DataConfig(Section):
     revision: str | None = None
     """Branch, tag or commit of data.dataset on the hub. None: its main branch."""
     streaming: bool = False
-    """Read data.dataset while the run goes on, so that no drive ever holds all of it. False: all of it is tokenised
-    first."""
+    """Read data.dataset while the run goes on, so that no drive has to hold it. False: tokenise it whole before the
+    first step."""
     format: Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"] = "auto"
-    """How a file is read: as one text, or as records. Records are JSON objects, one a line or in an array, or the
-    rows of a table; parquet and arrow need the extra megatier[data]. auto goes by the suffix, before that of a
-    compression (.gz, .bz2, .xz, .zst); .json is one text unless chat is set or it begins with such a record."""
+    """How files are read: as one text each, or as records. Records are JSON objects, one a line or in an array, or rows
+    of a table; parquet and arrow need the extra megatier[data]. auto: by the suffix, before that of a compression (.gz,
+    .bz2, .xz, .zst). A .json file is one text unless chat is set or it begins with a record."""
     skip_bad: bool = False
-    """Leave out records that cannot be read or that the chat template refuses, and say how many they are and where the
-    first ones stand; of a stream, at the end of the run. False: such a record refuses the text."""
+    """Leave out records that cannot be read or that the chat template refuses. The run prints their number and where
+    the first ones are; with data.streaming at its end. False: the first such records end the run."""
     text_field: str = "text"
     """Key of the text in each record."""
     chat: Chat | None = None
-    """Shape of records that are conversations; the assistant's turns are learnt. None: the records are texts."""
+    """Shape of records that are conversations; only the assistant's turns are learnt. None: records are texts."""
     chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's chat template. None: the tokenizer's own."""
+    """Jinja file to use instead of the tokenizer's chat template. None: the tokenizer's own."""
     images: bool = False
-    """Read the images of conversations, of which the model's own processor makes pixels and tokens. This needs the
-    extra megatier[images]. False: a conversation with images is refused."""
+    """Read the images of conversations. The model's own processor makes pixels and tokens of them. This needs the extra
+    megatier[images]. False: a conversation with images is refused."""
     max_patches: int | None = None
-    """Most patches of the images of a sequence, at least 1. With a number conversations with images share sequences,
-    apart from each other; a processor that makes all images equally large has so many images instead. None: each
-    conversation is a sequence of its own, padded."""
+    """Most image patches in a sequence, at least 1. It lets conversations with images share a sequence, without seeing
+    each other. If the processor makes all images equally large, it counts images instead. None: each conversation is a
+    padded sequence."""
     cross_documents: bool | None = None
-    """Whether documents that share a sequence see each other. False: attention and positions start anew at each
-    document, which costs memory and time (docs/data.md). None: true for texts, false for conversations."""
+    """Whether documents in one sequence see each other. False: attention and positions start anew at each document,
+    which costs memory and time (docs/data.md). None: true for texts, false for conversations."""
     suffixes: tuple[str, ...] = (
         ".txt",
         ".md",
@@ -92,30 +92,29 @@ class DataConfig(Section):
         ".cpp",
         ".rs",
     )
-    """Suffixes of the files that are taken from a folder, but for hidden ones (a dot begins their name). Files and
+    """Suffixes of the files that are taken from a folder; hidden files (a dot begins their name) are not. Files and
     globs named in data.files are taken whatever their suffix."""
     tokenizer: str | None = None
     """Folder or hub id of a tokenizer, or "bytes" (257 tokens, no download). None: the model's own."""
     sequence_length: int = 1024
-    """Tokens in a sequence, at least 2. If it is not given and the model was made for fewer positions, that many."""
+    """Tokens in a sequence, at least 2. The default is lower if the model was made for fewer positions."""
     holdout_fraction: float = 0.02
-    """Share of the documents that is kept for evaluation, from 0 to below 1. It does not count for a stream, or
-    with data.holdout_split."""
+    """Share of the documents that is kept for evaluation, from 0 to below 1. With data.streaming or data.holdout_split
+    it is not used."""
     holdout_split: str | None = None
-    """Split of data.dataset to evaluate on. Nothing of data.split is kept for evaluation then."""
+    """Split of data.dataset to evaluate on. Nothing of data.split is then kept for evaluation."""
     holdout_rows: int = 1000
-    """Rows of a stream that are kept for evaluation, at least 0: its first ones, or the first of
+    """With data.streaming, rows that are kept for evaluation, at least 0: the first ones, or the first of
     data.holdout_split."""
     window_rows: int = 1000
-    """Rows of a stream that are read at a time and shuffled among themselves, at least 1. If conversations stay
-    whole, this is also how many of them are packed at a time, but at least as many as fill about 128 sequences."""
+    """With data.streaming, rows that are read at a time and shuffled among themselves, at least 1. Where conversations
+    stay whole, it is also how many are packed at a time, but at least as many as fill about 128 sequences."""
     seed: int = 0
     """Seed of the hold-out split and of the order of sequences, at least 0."""
     max_bytes: ByteCount | None = None
-    """Most bytes of text to read, counted in the order of the files, at least 1. None: all."""
+    """Most bytes of text to read, in the order of the files, at least 1. None: all."""
     max_samples: int | None = None
-    """Most documents to read, which are texts, records or conversations, in the order of the files, at least 1. None:
-    all."""
+    """Most documents (texts, records or conversations) to read, in the order of the files, at least 1. None: all."""
 
     def __post_init__(self) -> None:
         """Check each value."""

@@ -28,26 +28,26 @@ class LoraConfig(Section):
     NAME = "model.lora"
 
     rank: int = 16
-    """Columns of the first matrix of an adapter and rows of the second one, at least 1."""
+    """Rank of an adapter, at least 1: columns of its first matrix and rows of its second."""
     alpha: float | None = None
-    """What an adapter adds is scaled by alpha / rank, above 0. None: twice the rank, so that the scale is 2."""
+    """An adapter's output is scaled by alpha / rank, above 0. None: twice the rank, so that the scale is 2."""
     dropout: float = 0.0
     """Share of an adapter's inputs that are dropped in training, 0 to below 1."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Modules that get an adapter: ends of their names such as q_proj, or patterns of whole names with the wildcards
-    of model.frozen, such as model.layers.[0-7]. The default all-linear is every linear layer but the head. Empty: none,
-    if there are target_parameters."""
+    """Modules that get an adapter: ends of their names such as q_proj, or patterns of whole names with the wildcards of
+    model.frozen, such as model.layers.[0-7]. all-linear: every linear layer but the head. Empty: none, if there are
+    target_parameters."""
     target_parameters: tuple[str, ...] = ()
     """Single parameters that get an adapter, such as the stacked experts of a layer: ends of their names such as
-    mlp.experts.down_proj, or patterns of the whole names of stacks."""
+    mlp.experts.down_proj, or patterns of whole names."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
     dora: bool = False
     """Also train the length of each row of the adapted matrix (DoRA)."""
     modules_to_save: tuple[str, ...] = ()
-    """Modules that are trained whole, beside the adapters, by the ends of their names, such as lm_head."""
+    """Modules that are trained whole beside the adapters, by the ends of their names, such as lm_head."""
     adapter: str | None = None
-    """Folder of an adapter in PEFT's format to go on with. It brings all other settings. None: a new one begins."""
+    """Folder of an adapter in PEFT's format to go on with. It brings all other settings. None: begin a new adapter."""
 
     def __post_init__(self) -> None:
         """Check each value."""

@@ -25,7 +25,7 @@ class OutputConfig(Section):
     NAME = "output"
 
     directory: str = "runs/megatier"
-    """Run directory, for the resolved config, metrics.jsonl, checkpoints and the export. One run may use it at a
+    """Run directory: resolved config, metrics.jsonl, checkpoints and the exported model. One run may use it at a
     time."""
     export: bool = True
     """Write the model as a Hugging Face folder at the end."""
@@ -38,26 +38,27 @@ class OutputConfig(Section):
     """Make that repository private if it is new."""
     checkpoint_every: int | Literal["auto"] = "auto"
     """Steps between checkpoints, with one more at the end; at least 0. auto: after five minutes, then each half hour,
-    or more seldom if that takes more than 2 % of the run's time; and one if the export fails; none if savepoint_every
-    is set, or if the drive has no room for two. 0: only if the run is stopped by Ctrl-C or SIGTERM, is ended by steps
-    that are not finite, or cannot export its model."""
+    or less often so that it takes at most 2 % of the time; also if the export fails; never if savepoint_every is set,
+    or if the drive has no room for two. 0: only if Ctrl-C, SIGTERM, or steps that are not finite end the run, or if the
+    export fails."""
     savepoint_every: int = 0
-    """Steps between savepoints, at least 0. A savepoint leaves a generation of what spilled in place on NVMe and
-    writes only the rest, so it takes less time than a checkpoint. `resume` goes on from it on the same tiers and
-    drives. The last one is kept until there is a newer checkpoint. 0: none."""
+    """Steps between savepoints, at least 0. A savepoint leaves spilled state where it is on NVMe and writes only the
+    rest, so it is faster than a checkpoint. `resume` needs the same tiers and drives for it. The last one is kept until
+    there is a newer checkpoint. 0: none."""
     keep_checkpoints: int = 2
-    """Number of checkpoints to keep, at least 1. The last ones stay."""
+    """Number of checkpoints to keep, at least 1. Older ones are removed."""
     load_best_model_at_end: bool = False
-    """Write a checkpoint after each evaluation whose held-out loss is the lowest so far, keep the last one of these
-    besides output.keep_checkpoints, and export its model instead of that of the last step."""
+    """Export the model with the lowest held-out loss instead of the last one. Each evaluation that is the best so far
+    writes a checkpoint, and the last of these is kept besides output.keep_checkpoints."""
     trace: bool = False
-    """Write a trace of transfers, compute and stalls that Perfetto can read."""
+    """Write a trace of transfers, compute and stalls, for `megatier trace` or Perfetto."""
     tensorboard: bool = False
-    """The same as tensorboard in report_to. This needs the extra megatier[tensorboard]."""
+    """Write TensorBoard files, just as report_to: tensorboard does. Use report_to if there are other trackers too. This
+    needs the extra megatier[tensorboard]."""
     report_to: tuple[str, ...] = ()
-    """Trackers that get config and figures too, out of trackio, wandb, mlflow and tensorboard. Each needs the extra of
-    its name, and finds server, token and offline mode in its own variables and login. One that fails is given up with a
-    warning."""
+    """Trackers that get the config and all figures, out of trackio, wandb, mlflow and tensorboard. Each needs the extra
+    of its name, and takes server, token and offline mode from its own variables and login. A tracker that fails is
+    given up with a warning."""
 
     def __post_init__(self) -> None:
         """Check each value."""

@@ -34,49 +34,48 @@ class ModelConfig(Section):
     NAME = "model"
 
     path: str | None = None
-    """Folder of a Hugging Face model, or its id on the hub. Give exactly one of path and config."""
+    """Folder of a Hugging Face model, or its id on the hub. Give either this or model.config."""
     config: dict[str, Any] | None = None
-    """Hugging Face config of a model that starts from scratch: model_type and its keys, such as hidden_size."""
+    """Hugging Face config of a model to train from scratch: model_type and its keys, such as hidden_size."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained, as patterns for the names of parameters or modules, with the wildcards *, ?
-    and [0-7]. A pattern after ! names what is trained all the same. The last pattern that fits a parameter decides.
-    Examples: model.embed_tokens,model.layers.[0-7] and *,!*.q_proj."""
+    """Parameters that are not trained: patterns for names of parameters or modules, with the wildcards *, ? and [0-7].
+    A pattern after ! names what is trained all the same; the last pattern that fits a parameter decides. Examples:
+    model.embed_tokens,model.layers.[0-7] and *,!*.q_proj."""
     lora: dict[str, Any] | None = None
-    """LoRA adapters to train over the frozen model, by the settings of docs/adapters.md such as rank; {} takes their
-    defaults. This needs the extra megatier[lora] and model.path. None: the model itself is trained."""
+    """LoRA adapters to train over the frozen model at model.path. docs/adapters.md describes the keys, such as rank; {}
+    takes their defaults. This needs the extra megatier[lora]. None: the model itself is trained."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of the weights that compute. Master weights are fp32 either way."""
+    """Type of the weights in forward and backward. Master weights are fp32 either way."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
-    """Implementation of attention in transformers. This changes the order of sums. auto: the fastest one that repeats
-    bit by bit, by rule: flex_attention on an H100 or H200 for sequences of 1,024 tokens and more, if the model can
-    take it, else sdpa. The run records which one it is."""
+    """Attention kernel, by its name in transformers. It changes the order of sums. auto: the fastest deterministic one,
+    which is flex_attention on an H100 or H200 for sequences of 1,024 tokens and more, if the model can take it, and
+    otherwise sdpa. The run records its choice."""
     compile: bool | None = None
-    """Compile layers and loss with torch.compile. This changes the order of sums. None: yes on a GPU, no on a CPU.
-    A CPU without bf16 instructions never compiles in bf16."""
+    """Compile layers and loss with torch.compile. It changes the order of sums. None: yes on a GPU, no on a CPU. A CPU
+    without bf16 instructions never compiles in bf16."""
     saved_share: float = 0.8
-    """Share of a layer's activations that a compiled layer saves, 0 to 1. Its backward computes the rest again,
-    cheapest first: at 0.8 these are products of elements and norms, at 0 all but the layer's inputs. This changes
-    the order of sums."""
+    """Share of a layer's activations that a compiled layer saves for the backward, 0 to 1. The backward recomputes the
+    rest, cheapest first: at 0.8 elementwise products and norms, at 0 everything but the layer's inputs. Lower it to
+    save GPU memory. It changes the order of sums."""
     fused_loss: bool = True
-    """Compute head and loss together, chunk by chunk, so that the logits never exist whole. This is turned off,
-    with a warning, for a model that does more between the two than scale and cap the logits once."""
+    """Compute head and loss together in chunks of tokens, so that the logits never exist whole. A model that does more
+    between the two than scale and cap the logits once turns this off, with a warning."""
     loss_chunk: int = 1024
     """Tokens in one chunk of the fused loss, at least 1."""
     tile_tokens: int | None = None
-    """Tokens on which the norms, the MLP and the experts of a layer work at once, at least 1: for long sequences, since
-    what a layer takes then does not grow with them, but for its attention. The backward runs each tile again. Modules
-    whose tokens depend on one another run whole, and a warning names them. This changes the order of sums. None: all
-    tokens at once, unless a plan fits or is faster with tiles alone."""
+    """Tokens on which a layer's norms, MLP and experts work at once, at least 1. Set it for long sequences: then only
+    attention needs more GPU memory for them. The backward runs each tile again. Modules whose tokens depend on one
+    another run whole, with a warning. It changes the order of sums. None: all at once, unless the search sets it."""
     expert_parts: int = 1
-    """Units into which the experts of a layer are cut, at least 1, so that a slot need not take all of them at
-    once. At 1 a layer is one unit. This changes the order of sums."""
+    """Units into which the experts of a layer are cut, at least 1, so that fewer of them must fit on the GPU at once.
+    It changes the order of sums."""
 
     def __post_init__(self) -> None:
         """Check each value."""
         self.read()
         if (self.path is None) == (self.config is None):
             raise ConfigError(
-                "give exactly one of model.path (to go on with a model) and model.config (to start anew)."
+                "a run needs a model: give exactly one of model.path (a folder or id) and model.config (from scratch)."
             )
 
         has_type = self.config is None or "model_type" in self.config
@@ -108,46 +107,46 @@ class TiersConfig(Section):
     NAME = "tiers"
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device that computes. auto: cuda if there is a GPU, else cpu, where an arena in RAM stands for GPU memory."""
+    """Device that computes. auto: cuda if there is a GPU, otherwise cpu, where a part of RAM stands for GPU memory."""
     gpu: ByteCount | None = None
-    """GPU memory for weights, gradients and state, such as 40GiB. Activations come on top. None: chosen for this
-    machine."""
+    """GPU memory for weights, gradients and state, such as 40GiB. Activations come on top. None: chosen by the plan on
+    a measured machine, otherwise half of what is free (40 % of the available RAM without a GPU)."""
     gpu_limit: ByteCount | None = None
-    """GPU memory that the whole process may take: tiers.gpu, activations and libraries. None: all there is."""
+    """GPU memory that the whole process may take, with activations and libraries. None: all there is."""
     ram: ByteCount | None = None
-    """RAM budget, such as 96GiB. With a GPU it is pinned. None: chosen for this machine."""
+    """RAM budget, such as 96GiB. With a GPU it is pinned. None: 80 % of the available RAM; without a GPU, 40 %."""
     locked: ByteCount | None = None
-    """RAM that may be pinned, such as 512MiB. Slots come first; the rest passes through rings of up to 192MiB besides
-    tiers.ram, which are slower. This never changes a number. None: as much as CUDA takes."""
+    """RAM that may be pinned, such as 512MiB. The rest is copied through pinned rings of up to 192MiB besides
+    tiers.ram, which is slower. The results stay the same. None: as much as CUDA takes."""
     nvme: tuple[str, ...] = ()
-    """Mounts on drives, each as DIR or DIR:SIZE, such as /mnt/a:500GiB. Empty: there is no NVMe tier."""
+    """Directories on drives that state may spill to, each as DIR or DIR:SIZE, such as /mnt/a:500GiB. Empty: nothing
+    spills."""
     state: tuple[str, ...] = ("gpu", "ram", "nvme")
     """Tiers that may hold state, in order of preference, out of gpu, ram and nvme."""
     chunk: ByteCount | None = None
-    """Bytes of state in one update chunk, at 12 bytes an element (8 with train.moments bf16, 6 with fp8), at least
-    24KiB. None: chosen from the RAM budget."""
+    """Bytes of state that an update works on at once, at least 24KiB, at 12 bytes a parameter (8 with train.moments
+    bf16, 6 with fp8). None: chosen from the RAM budget."""
     io_threads: int | None = None
-    """Native threads that read NVMe, and as many that write, 1 to 256. None: as many as `megatier bench` found for
-    these mounts, or 4 if it did not measure them."""
+    """Threads that read NVMe, and as many that write, 1 to 256. None: as many as `megatier bench` found best for these
+    drives, or 4 if they were not measured."""
     streamed_share: float = 0.0
-    """Share of the parameters at home in RAM whose state passes through the GPU to be updated there, 0 to 1. This
-    takes room in tiers.gpu, and relieves the CPU if tiers.state leaves the GPU out. Nothing is streamed if clipping
-    and the guard are both off, or if RAM spills to NVMe. The run says how many units are streamed."""
+    """Share of the parameters in RAM whose state passes through the GPU to be updated there, 0 to 1. It takes room in
+    tiers.gpu, and relieves a slow CPU if tiers.state leaves out the GPU. No unit is streamed if state spills to NVMe,
+    or if clipping and the guard are both off."""
     generations: int = 1
-    """Places for copies of the state of layers: 1, 2 or 3 on NVMe for those that spill, and two in RAM for those that
-    fit there twice. With a second one layers are updated in the backward, before it is known whether to clip. With
-    output.savepoint_every that on NVMe holds the savepoint instead, and a third one gives both. If clipping and the
-    guard are both off, this changes nothing. It has nothing to do with generating text."""
+    """Places for the state of a layer: 1, 2 or 3. With 2 a layer is updated during the backward, before it is known
+    whether the step is clipped; or, with output.savepoint_every, the second place on NVMe holds the savepoint. 3 gives
+    both. In RAM there are 2 at most, for layers that fit twice. If clipping and the guard are both off, this has no
+    effect. It has nothing to do with generating text."""
     update_threads: int | None = None
-    """Native threads that run AdamW on the CPU, 1 to 1024. None: one for each core that this process may use."""
+    """Threads that run AdamW on the CPU, 1 to 1024. None: one for each core that this process may use."""
     direct_io: Literal["auto", "never"] = "auto"
     """auto: read and write with O_DIRECT if the file system takes it. never: go through the page cache."""
     checksums: bool = True
-    """Verify the checksums of all that is read from NVMe."""
+    """Verify checksums of everything that is read from NVMe."""
     gpu_direct: bool = False
-    """Read weights that lie on NVMe into GPU memory with kvikio, past RAM: by GPUDirect Storage if the machine has
-    it. This needs a GPU and the extra megatier[gds]. Without GPUDirect Storage the way through RAM is as fast, and
-    overlaps better."""
+    """Read weights from NVMe straight into GPU memory with kvikio, past RAM. This needs a GPU and the extra
+    megatier[gds]. It pays only on machines with GPUDirect Storage."""
 
     def __post_init__(self) -> None:
         """Check each value."""
@@ -200,42 +199,43 @@ class TrainConfig(Section):
     steps: int = 1000
     """Optimizer steps, at least 1."""
     epochs: float | None = None
-    """Times that the text is trained on, above 0. They are counted in steps when the text is known. If train.steps is
-    given too, the smaller one ends the run. None: train.steps says how long the run is."""
+    """Passes over the text, above 0; the run counts the steps when it knows the text. If train.steps is given too, the
+    smaller one ends the run. None: train.steps decides."""
     batch: int = 8
-    """Sequences in a step, a multiple of groups * slices."""
+    """Sequences in a step, over all ranks. It must be a multiple of groups * slices."""
     groups: int = 1
-    """Micro-batches in a step, over all ranks, at least 1. This changes the order of sums."""
+    """Micro-batches in a step, over all ranks, at least 1 (gradient accumulation). All weights move again for each one.
+    It changes the order of sums."""
     slices: int = 1
-    """Parts of a group, which each unit runs one after the other with its weights in place, at least 1. This
-    changes the order of sums."""
+    """Parts into which each micro-batch is cut, at least 1. A layer runs them one after the other while its weights are
+    on the GPU, so they save activation memory and move nothing again. It changes the order of sums."""
     activations: ActivationsName = "keep"
-    """What becomes of activations until the backward: they stay on the GPU (keep), are computed again (recompute), or
-    again from inputs of layers that wait in RAM (offload). This never changes a number."""
+    """What happens to activations until the backward. keep: they stay on the GPU. recompute: the GPU keeps each layer's
+    input, and the backward runs the layer again. offload: the same, with these inputs in RAM. The results stay the
+    same."""
     kept_layers: int = 0
-    """Number of decoder layers, counted from the last, that keep their activations whatever train.activations says;
-    at least 0."""
+    """Number of decoder layers, from the last, that keep their activations whatever train.activations says; at least
+    0."""
     kept_attention: bool | None = None
-    """Keep what attention gave on the GPU until the backward where the rest of a layer is computed again: under
-    recompute and offload, and at a model.saved_share of 0. In compiled layers only the latter. It takes about one
-    hidden size a token and layer, and never changes a number. None: for sequences of 4,096 tokens and more."""
+    """Keep attention's output on the GPU, so that it is not computed twice where the rest of a layer is: under
+    recompute, offload, or a model.saved_share of 0 (in compiled layers only the last). It takes about one hidden size a
+    token and layer. The results stay the same. None: from sequences of 4,096 tokens on."""
     offload_attention: bool = False
-    """Under offload, take what attention gave and is kept off the GPU too, with the input of its layer, instead of
-    keeping it there. This never changes a number."""
+    """Under offload, move attention's output to RAM too, instead of keeping it on the GPU. The results stay the
+    same."""
     optimizer: OptimizerName = "adamw"
-    """What trains the model. muon: 8 bytes of state a parameter, in matrices of decoder layers; embeddings, head, norms
-    and other vectors have AdamW. lion: 8 bytes, in all parameters; it wants a smaller learning rate, and train.beta2
-    0.99."""
+    """adamw: 12 bytes of state a parameter. muon: 8 bytes in matrices of decoder layers; embeddings, head, norms and
+    biases stay with AdamW. lion: 8 bytes; it wants a smaller learning rate, and train.beta2 0.99."""
     learning_rate: float = 3e-4
     """Peak learning rate, at least 0."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Course of the learning rate after the warm-up. wsd: constant, and at the end linear (train.decay_ratio)."""
+    """Learning rate after the warm-up. wsd: constant, then linear to its end (train.decay_ratio)."""
     warmup_steps: int = 0
     """Steps of linear warm-up, from 0 to below train.steps."""
     warmup_ratio: float = 0.0
-    """Share of all steps that is linear warm-up, 0 to below 1, instead of train.warmup_steps."""
+    """Share of all steps that is linear warm-up, 0 to below 1. Give it instead of train.warmup_steps."""
     decay_ratio: float = 0.1
-    """Share of all steps in which wsd falls at the end, above 0 to 1."""
+    """Share of all steps, at the end, in which wsd falls, above 0 to 1."""
     min_learning_rate_ratio: float = 0.0
     """Last learning rate as a share of the peak, 0 to 1."""
     weight_decay: float = 0.0
@@ -247,25 +247,25 @@ class TrainConfig(Section):
     momentum: float = 0.95
     """Decay of Muon's momentum, 0 to below 1."""
     moments: Moments = "fp32"
-    """Type in which both moments of AdamW are stored. bf16: 8 bytes of state a parameter instead of 12, fp8: 6. So less
-    moves, and moments lose precision. They are rounded stochastically, by random numbers that depend on train.seed."""
+    """Type in which AdamW's two moments are stored. With bf16 the state takes 8 bytes a parameter instead of 12, with
+    fp8 it takes 6. Moments are then rounded stochastically, by random numbers that depend on train.seed."""
     eps: float = 1e-8
     """Number that is added to the root of the second moment, above 0."""
     clip: float | None = 1.0
     """Global gradient norm to clip to, above 0. None: no clipping."""
     seed: int = 0
-    """Seed of the initial weights, of dropout, and of moments that are rounded, at least 0."""
+    """Seed of initial weights, dropout, and the rounding of moments, at least 0."""
     evaluate_every: int = 0
     """Steps between evaluations on the held-out text, at least 0. 0: evaluate only at the end."""
     evaluate_batches: int = 16
     """Most batches of each evaluation, at least 1."""
     early_stopping_patience: int | None = None
-    """Evaluations in a row without a better held-out loss after which the run ends, at least 1. None: never."""
+    """End the run after this many evaluations in a row without a better held-out loss, at least 1. None: never."""
     early_stopping_threshold: float = 0.0
-    """How much lower than the lowest one before a held-out loss has to be to count as better, at least 0."""
+    """How much lower than the lowest so far a held-out loss must be to count as better, at least 0."""
     stall_timeout: float = 1800.0
-    """Seconds without progress after which the run stops with an error and the state of every queue, at least 0. It
-    stops only if this is also 4 times as long as the longest wait before. 0: never stop."""
+    """Seconds without progress after which the run stops with an error that shows the state of every queue, at least 0.
+    The wait must also be 4 times as long as the longest before it. 0: never stop."""
 
     def __post_init__(self) -> None:
         """Check each value, then those that depend on each other."""
@@ -321,17 +321,17 @@ class NumericsConfig(Section):
     NAME = "numerics"
 
     deterministic: bool = True
-    """Use only operations that repeat bit by bit in a fresh process."""
+    """Use only operations that repeat bit for bit in a new process."""
     products: Literal["bf16", "fp8"] = "bf16"
-    """Type of the numbers that linear layers and experts inside of decoder layers multiply. fp8: weights, inputs and
-    gradients are rounded to FP8 for their products alone, with scales taken from them; all else stays bf16, and masters
+    """Type of the numbers that linear layers and experts in decoder layers multiply. fp8: weights, inputs and gradients
+    are rounded to FP8 for these products only, with scales taken from them; everything else stays bf16, and masters
     fp32."""
     products_except: tuple[str, ...] = ()
     """Modules that stay in bf16 under fp8, as patterns such as model.layers.0 and *.down_proj."""
     guard: bool = True
-    """Look at each step's loss and gradient norm before a weight changes, and leave the step out if one of them is
-    NaN or infinite. The gradients of a step wait for that, as they do for clipping. False: such a step ends the
-    run. If clipping is off too, updates run inside the backward, so the step that ends the run is applied in part."""
+    """Check loss and gradient norm of each step, and leave out a step in which one is NaN or infinite: no weight
+    changes. Gradients wait for this check, as they do for clipping. False: such a step ends the run. If clipping is off
+    too, layers are updated inside the backward, so that step is applied in part."""
     max_skips: int = 3
     """Steps in a row that the guard may leave out, at least 0. One more ends the run."""
 
