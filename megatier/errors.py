@@ -12,6 +12,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+LESS_ACTIVATIONS = (
+    "Try in this order: raise train.slices; lower model.loss_chunk or model.saved_share; set train.activations to "
+    "recompute, then to offload with train.kept_attention false; raise train.groups; lower tiers.gpu (without a GPU "
+    "tiers.ram); set model.tile_tokens. docs/troubleshooting.md says what each costs."
+)
+"""What to do if memory for activations is short, the cheapest first."""
+
 
 class MegatierError(Exception):
     """The base of every error that megatier raises on purpose."""
@@ -75,8 +82,8 @@ class GpuMemoryError(MegatierError, MemoryError):
         self.step = step
         self.said = said
         super().__init__(
-            f"step {step} ran out of GPU memory ({said}). Lower tiers.gpu, which leaves more of it to activations, or "
-            "model.saved_share, with which layers save less; train.slices may be raised instead."
+            f"step {step} ran out of GPU memory ({said}). Resume the run with a lower tiers.gpu, which leaves more of "
+            f"it to activations and changes no result; or begin anew with fewer activations. {LESS_ACTIVATIONS}"
         )
 
 

@@ -14,29 +14,29 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from megatier.errors import REMEDIES, MegatierError
+from megatier.errors import LESS_ACTIVATIONS, REMEDIES, MegatierError
 from megatier.foreign import shown
 from megatier.train.stop import SIGNALS
 
 COMMAND_GROUPS = {
     "before a run": {
-        "doctor": "say what this machine has, what is missing, and what to do about it",
-        "bench": "measure this machine: drives, links between RAM and GPU, processors",
-        "init": "write a config for a model, a dataset and this machine, to begin with",
-        "plan": "say whether a run fits, how fast it will be, and what would help",
+        "doctor": "check what this machine has and lacks, and say what to do about it",
+        "bench": "measure this machine, for plans: drives, links between RAM and GPU, processors",
+        "init": "write a config for your model, your data and this machine",
+        "plan": "say whether a run fits, how fast it will be, and what would make it faster",
         "config": "show all settings of a run, and where each comes from",
-        "convert": "make a config from one of LLaMA-Factory, Axolotl, accelerate, MegaTrain or DeepSpeed",
-        "verify": "show on this machine that the result is the same, bit for bit, wherever the state lies",
+        "convert": "turn a config of LLaMA-Factory, Axolotl, accelerate, MegaTrain or DeepSpeed into one of megatier",
+        "verify": "prove on this machine that results are the same in every bit wherever the state lies",
     },
     "a run": {
-        "train": "train a model as a YAML file says",
+        "train": "train a model as a config says",
         "resume": "continue a run that was stopped or killed",
         "export": "write the model of a checkpoint as a Hugging Face folder",
     },
     "after a run": {
         "report": "show what a run did, as one HTML page",
-        "trace": "draw one step of a run: when each lane moved or computed, and when compute waited",
-        "clean": "list or remove the block files that killed runs left on drives",
+        "trace": "draw one step of a run: what moved and computed when, and when compute waited",
+        "clean": "list or remove files that killed runs left on drives",
     },
 }
 COMMANDS = {name: text for group in COMMAND_GROUPS.values() for name, text in group.items()}
@@ -67,11 +67,7 @@ EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 1
 """The code if nobody reads the output any more. rich ends a process with the same code. `train` and `resume` do not end
 then, but go on (`report.console`)."""
-OUT_OF_MEMORY = (
-    "the memory that the tiers' budgets leave for activations ran out. Lower tiers.gpu (on a CPU tiers.ram), "
-    "model.saved_share or data.sequence_length, raise train.slices or train.groups, set train.activations to offload, "
-    "or set model.tile_tokens."
-)
+OUT_OF_MEMORY = f"the memory that the tiers' budgets leave for activations ran out. {LESS_ACTIVATIONS}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -249,15 +245,15 @@ def usage() -> str:
         [
             "usage: megatier COMMAND ...",
             "",
-            "Train models larger than RAM on one GPU, or on several, at full precision.",
-            *lines,
-            "",
-            "`megatier COMMAND --help` explains a command. With any command --debug shows the traceback of an error.",
-            "`megatier --version` prints the version.",
-            "docs/troubleshooting.md says what to change if memory runs out, or if a run is slow or hangs.",
+            "Train Hugging Face models larger than GPU memory and RAM on one GPU or a few, at full precision.",
             "",
             "to begin with:",
-            "  megatier doctor",
-            "  megatier train examples/quickstart.yaml",
+            "  megatier doctor                            checks this machine",
+            "  megatier train examples/quickstart.yaml    trains a small model, also without a GPU",
+            *lines,
+            "",
+            "`megatier COMMAND --help` explains a command. --debug shows the traceback of an error, and",
+            "`megatier --version` the version. If memory runs out, or a run is slow or hangs, see",
+            "docs/troubleshooting.md.",
         ]
     )

@@ -198,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--threads",
         metavar="N,...",
-        help="numbers of threads with which AdamW on the CPU is tried (default: 1, 2, 4, ... all cores)",
+        help="numbers of threads to try for AdamW on the CPU (default: 1, 2, 4, ... all cores)",
     )
     add(
         "--sustained",

@@ -149,11 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatier plan",
         usage="%(prog)s [options] CONFIG.yaml [--section.key VALUE ...]",
-        description="Say what a run needs and how fast it will be, before it runs: where everything lies, how long a "
-        "step takes, what bounds it, and which single change would help most. On this machine the plan takes the same "
-        "defaults as `megatier train`, and chooses the same settings. It reserves nothing.",
-        epilog="example: megatier plan run.yaml (here), or megatier plan run.yaml --machine h200.yaml --tiers.gpu "
-        "83GiB --tiers.ram 80GiB (elsewhere)",
+        description="Say before a run what it needs and how fast it will be: where everything lies, how long a step "
+        "takes, what bounds it, and which single change would help most. For this machine the plan takes the same "
+        "defaults as `megatier train` and chooses the same settings. It loads no weights and reserves no memory.",
+        epilog="example: megatier plan run.yaml (for another machine add --machine h200.yaml --tiers.gpu 83GiB "
+        "--tiers.ram 80GiB)",
     )
     add = parser.add_argument
     add("config", type=Path, metavar="CONFIG.yaml", help="config of the run; settings on the command line win")
@@ -167,19 +167,19 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--search",
         action="store_true",
-        help="choose the settings that make the step shortest also with --machine, or if nothing was measured here: "
-        "groups, slices, activations, saved and streamed share, kept and offloaded attention, tiles, "
-        "tiers.generations and tiers.gpu, unless the file or the command line gives them",
+        help="choose the fastest settings, also with --machine or if this machine was not measured: groups, "
+        "slices, activations, saved and streamed share, kept and offloaded attention, tiles, tiers.generations and "
+        "tiers.gpu, as far as the file and the command line leave them open",
     )
     add(
         "--ranks",
         type=int,
         default=1,
         metavar="N",
-        help="plan for N ranks, which share the state. Each has a GPU; tiers.ram, tiers.nvme and the machine's other "
-        "rates are those of a host",
+        help="plan for N ranks, which share the state (default: 1). Each has a GPU; tiers.ram, tiers.nvme and the "
+        "machine's other rates are those of a host",
     )
-    add("--hosts", type=int, default=1, metavar="N", help="hosts that have equally many of the ranks (default: 1)")
+    add("--hosts", type=int, default=1, metavar="N", help="hosts over which the ranks are spread evenly (default: 1)")
     add("--output", type=Path, metavar="FILE.json", help="also write the plan as JSON")
     add("--picture", type=Path, metavar="FILE.svg", help="also draw the step as planned")
     add("--json", action="store_true", help="print the plan as one JSON document, and nothing else")

@@ -19,11 +19,17 @@ from megatier.session.paths import check_paths
 HELP = """\
 usage: megatier train [CONFIG.yaml] [--section.key VALUE ...]
 
-Train a model as CONFIG.yaml says. Each setting below can stand in the file, as a key of its section, or on the command
-line, which wins. Its default stands in parentheses; null means that it is not set. Write a SIZE with its unit, such as
-96GiB or 500MB (a number alone is bytes), and a LIST with commas (in the file it may be a YAML list). A setting that
-changes the order of sums may change the last bits of the results. `megatier config show` prints all settings of a run,
-and docs/glossary.md explains the words.
+Train a model as CONFIG.yaml says. Each setting below is a key of a section in this file. On the command line it is an
+option, which wins over the file. Behind a setting stand what it takes and, in parentheses, its default:
+
+  SIZE  a number with its unit, such as 96GiB or 500MB; without a unit it counts bytes
+  LIST  values with commas between them, or a YAML list in the file
+  KEYS  a section of its own in the file, or --section.key.KEY VALUE on the command line
+  null  the setting is not set
+
+A setting that changes the order of sums may change the last bits of the results. Other choices of memory and speed
+change nothing in them. `megatier config show run.yaml` prints all settings of a run, `megatier plan run.yaml` says
+whether it fits, and docs/guide.md explains the settings by their use.
 
   --help   show this text
   --debug  show the traceback of an error
@@ -42,7 +48,10 @@ def run(argv: Sequence[str]) -> int:
         return 0
 
     if not argv:
-        raise ConfigError("give a config: `megatier train run.yaml`. `megatier train --help` lists all settings.")
+        raise ConfigError(
+            "megatier train needs a config, such as `megatier train examples/quickstart.yaml`. `megatier init` writes "
+            "one for your model and data, and `megatier train --help` lists all settings."
+        )
     # The file may be left out, if the command line has all that a run needs.
     path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
     words = argv[1:] if path else argv

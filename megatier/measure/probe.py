@@ -229,7 +229,7 @@ def io_threads(asked: int | None, rates: Rates | None) -> tuple[int, str]:
     if asked is not None:
         return asked, "as set"
     if rates is None or rates.io_threads is None:
-        return IO_THREADS, "the default; `megatier bench` finds what these mounts want"
+        return IO_THREADS, "the default; `megatier bench` finds the best number for these drives"
     return min(rates.io_threads, IO_THREADS_MAX), "as `megatier bench` found"
 
 

@@ -13,7 +13,7 @@ from typing import Self
 from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig
-from megatier.errors import PlanError, mib
+from megatier.errors import LESS_ACTIVATIONS, PlanError, mib
 from megatier.forecast.forecast import Forecast, forecast, least_step_seconds
 from megatier.forecast.jobs import ComputeSeconds
 from megatier.models.decoder import Unit
@@ -85,8 +85,7 @@ class Trial:
                 f"GPU memory for activations, next to {mib(arena)} of slots and state",
                 round(self.activations.peak),
                 max(0, round(self.gpu_bytes) - arena),
-                "This is an estimate. Lower tiers.gpu or model.saved_share, raise train.groups or train.slices, or set "
-                "train.activations to offload or train.kept_attention to false. Or cut layers by model.tile_tokens.",
+                f"This is an estimate. {LESS_ACTIVATIONS}",
             )
 
         return placement

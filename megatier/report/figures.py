@@ -10,7 +10,7 @@ from megatier.schedule.placement import Placement
 from megatier.tier import Kind, Tier
 from megatier.trace.events import ByName
 
-NO_GPU = "There is no GPU. In all that follows, gpu is a part of RAM that stands for its memory."
+NO_GPU = "There is no GPU, so a part of RAM stands for its memory. It is called gpu below."
 """Said once where a run computes on the CPU."""
 
 STALLED_MIN = 0.02

@@ -88,9 +88,16 @@ def write_sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
         yield _ranks(plan.world)
     trained = f", {format_count(plan.num_trained)} of them trained" if plan.num_trained < plan.num_parameters else ""
     yield f"{format_count(plan.num_parameters)} parameters{trained}, {format_count(plan.tokens)} tokens a step."
-    yield f"Attention is computed by {plan.attention} (model.attention)."
     yield f"Bound by {_bound(plan)}; compute alone takes {plan.attainment:.0%} of the step."
+    if plan.hidden_at is not None:
+        most = format_count(plan.hidden_at)
+        yield f"From {most} tokens a step on, compute would hide everything else, if activations fit."
+    # Epochs say nothing of the number of steps until the text was read.
+    if steps is not None:
+        seconds = format_seconds(plan.forecast.seconds * steps)
+        yield f"The {steps:,} steps of the run take {seconds}, besides its start, compiling and saves."
     yield from _compiling(plan)
+    yield f"Attention is computed by {plan.attention} (model.attention)."
     yield from _gpu_memory(plan)
     yield from _lent(plan)
     if plan.in_place_bytes:
@@ -106,19 +113,13 @@ def write_sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
     if spilled := offloaded.count(Tier.NVME):
         short = "because RAM is too short for them"
         yield f"The activations of {spilled} of {len(offloaded)} units go on to NVMe, {short}."
-    if plan.hidden_at is not None:
-        most = format_count(plan.hidden_at)
-        yield f"With {most} tokens a step or more, compute would hide all else, if activations fit."
     yield from _saves(plan, taken)
     if plan.written_bytes_per_step:
         written = plan.written_bytes_per_step
+        size = mib(round(written))
         whole = "" if steps is None else f" and {written * steps / 1e12:,.3g} TB in the run"
         day = f"{plan.written_bytes_per_day / 1e12:,.3g} TB a day"
-        yield f"A step writes {mib(round(written))} to NVMe, which is {day}{whole}. Drives are rated in TBW."
-    # Epochs say nothing of the number of steps until the text was read.
-    if steps is not None:
-        seconds = format_seconds(plan.forecast.seconds * steps)
-        yield f"The {steps:,} steps of the run take {seconds}, in addition to its start, compiling and its saves."
+        yield f"A step writes {size} to NVMe, which is {day}{whole}. Compare it with the TBW of the drive."
 
 
 def _gpu_memory(plan: Plan) -> Iterator[str]:
@@ -126,12 +127,12 @@ def _gpu_memory(plan: Plan) -> Iterator[str]:
     if plan.unified_bytes is not None:
         yield unified_memory(plan.unified_bytes, plan.budgets, plan.placement)
     peak = mib(round(plan.activations.peak))
-    yield f"In addition to tiers.gpu the GPU holds about {peak} of activations, loss and libraries."
+    yield f"Activations, loss and libraries take about {peak} of GPU memory besides tiers.gpu."
     yield from _images(plan)
     if plan.mask_bytes:
         yield (
-            f"Of that {mib(plan.mask_bytes)} and more are the mask that keeps documents apart, and what it masks is "
-            "computed too. model.attention flex_attention has a mask by blocks, and skips those that are masked."
+            f"Of this the mask that keeps documents apart takes {mib(plan.mask_bytes)} or more, and attention computes "
+            "what it masks too. With model.attention flex_attention masked blocks are skipped."
         )
 
 
@@ -144,8 +145,8 @@ def _images(plan: Plan) -> Iterator[str]:
     tower = mib(plan.tower_bytes.saved)
     pixels, ahead = (mib(plan.pixel_bytes[tier]) for tier in (Tier.GPU, Tier.RAM))
     yield (
-        f"Of that {tower} are what vision towers save, and {pixels} pixels. RAM holds {ahead} of pixels outside of "
-        f"tiers.ram. A step has {plan.images:,.3g} images, if all conversations are like the first ones."
+        f"Of this vision towers save {tower}, and pixels take {pixels}. RAM holds {ahead} of pixels besides tiers.ram. "
+        f"A step has {plan.images:,.3g} images, if all conversations are like the first ones."
     )
 
 
@@ -157,12 +158,15 @@ def _lent(plan: Plan) -> Iterator[str]:
     weights = mib(room.weight_bytes)
     if room.left_bytes < 0:
         missing = mib(-room.left_bytes)
-        yield f"The GPU cannot hold all weights ({weights}) for text that a loop generates: {missing} are missing."
+        yield (
+            f"A loop that generates text, such as GRPO, would need {missing} more of GPU memory to hold all weights "
+            f"({weights})."
+        )
         return
-    meanwhile = f", and {mib(room.state_bytes)} of state lie in RAM meanwhile" if room.state_bytes else ""
+    meanwhile = f", while {mib(room.state_bytes)} of state wait in RAM" if room.state_bytes else ""
     yield (
-        f"Text that a loop generates in lent memory has {mib(room.left_bytes)} of the GPU for keys and values, beside "
-        f"{weights} of weights{meanwhile}."
+        f"A loop that generates text in lent memory, such as GRPO, has {mib(room.left_bytes)} of the GPU for keys and "
+        f"values, beside {weights} of weights{meanwhile}."
     )
 
 
@@ -170,24 +174,24 @@ def _compiling(plan: Plan) -> Iterator[str]:
     """Yield a sentence about what the first step takes in addition, if that is anything."""
     fresh, kept = map(format_seconds, plan.compile_seconds)
     if plan.compile_seconds[0]:
-        yield f"In its first step a run also compiles, for about {fresh}; {kept} if an earlier one did."
+        yield f"The first step also compiles, which takes about {fresh}, or {kept} if an earlier run did."
 
 
 def _saves(plan: Plan, taken: str) -> Iterator[str]:
     """Yield sentences about what the run saves, and the room that it takes."""
-    yield f"A checkpoint has {mib(plan.room.checkpoint_bytes)}{_writing(plan)}."
+    yield f"A checkpoint takes {mib(plan.room.checkpoint_bytes)}{_writing(plan)}."
     if taken:
         yield taken
 
     if plan.generation_bytes:
         sizes = [f"{mib(size)} ({use})" for use, size in plan.generation_bytes.items()]
-        yield f"With tiers.generations NVMe also holds {', '.join(sizes)}."
+        yield f"By tiers.generations, NVMe holds {', '.join(sizes)}."
 
         # No drive is known to say how long.
         words = ""
         if plan.savepoint_seconds is not None:
-            words = f" and takes {format_seconds(plan.savepoint_seconds)}"
-        yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}; the rest stays where it lies on NVMe."
+            words = f" in {format_seconds(plan.savepoint_seconds)}"
+        yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}; the rest stays where it is on NVMe."
 
 
 def _bound(plan: Plan) -> str:
@@ -254,7 +258,7 @@ def rates_assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str]
     if rates.drives:
         words.append(f"each drive {rates.drives[0].mixed_bytes_per_s / 1e9:.0f} GB/s")
 
-    then = "and so is the choice" if searches else "and no settings are chosen, nor are they by `megatier train`"
+    then = "and so is the choice" if searches else "and no settings are chosen (`megatier train` chooses none either)"
     command = "megatier bench" + (f" --nvme {','.join(mounts)}" if mounts else "")
     return (
         f"{what} not measured, so the times are rough, {then}. Assumed: {', '.join(words)}. Run `{command}` to measure "
@@ -274,7 +278,7 @@ def _spilled_gradients(count: int, plan: Plan) -> str:
 
     size = mib(plan.spilled_gradient_bytes)
     return (
-        f"{words} of {count} units lie on NVMe, because RAM is too short for them. A step writes {size} more for that, "
+        f"{words} of {count} units lie on NVMe, because RAM is too short for them. For this a step writes {size} more, "
         f"and reads as much. More tiers.ram avoids it, {remedy}"
     )
 
@@ -288,6 +292,6 @@ def _writing(plan: Plan) -> str:
     pause = format_seconds(plan.checkpoint_pause_seconds)
     apart = format_about(every_seconds(plan.checkpoint_pause_seconds))
     return (
-        f" and is written in {seconds}, of which training waits {pause}; with checkpoint_every auto one is due about "
-        f"every {apart}"
+        f" and is written in {seconds}, of which training waits for {pause}. With output.checkpoint_every auto there "
+        f"is one about every {apart}"
     )

@@ -49,7 +49,7 @@ def test_train_that_runs_out_of_gpu_memory_saves_the_last_whole_step_and_goes_on
         assert main(command(tmp_path, settings)) == 2
     said = capsys.readouterr()
     error = " ".join(said.err.split())
-    assert "step 3 ran out of GPU memory (CUDA out of memory). Lower tiers.gpu" in error
+    assert "step 3 ran out of GPU memory (CUDA out of memory). Resume the run with a lower tiers.gpu" in error
     assert "or model.saved_share" in error
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]
     assert "goes on from" in " ".join(said.out.split())
