@@ -59,7 +59,7 @@ def export_at_end(
     dtype = config.output.export_dtype
     all_ranks = session.all_ranks
 
-    # What fails from here on is noted and not raised at once, because the state has to be saved first.
+    # An error is kept and not raised at once, because the state has to be saved first.
     error: Exception | None = None
     done = WorkCount()
     with saves.watch_export(done):
@@ -74,7 +74,7 @@ def export_at_end(
         else:
             error = _write_model(console, session, best, folder, tokenizer, dtype, done)
 
-    # The first rank has written, and all of them save what it could not write.
+    # The first rank alone writes the model. If it failed, all ranks save the state together.
     if (reason := all_ranks.broadcast(lambda: None if error is None else str(error))) is not None:
         saved = saves.save_unexported(step, partial(say, console))
         raise ExportError(reason, step, _describe_resume(directory, saved)) from error
@@ -89,9 +89,9 @@ def _write_model(
     dtype: str,
     done: WorkCount,
 ) -> Exception | None:
-    """Write the model of a session or of its best checkpoint, on the first rank; return what stopped it there.
+    """Write the model of a session, or that of its best checkpoint, on the first rank; return the error if it failed.
 
-    An error of another rank is raised: the first one waits for what that rank has of the model, so the run ends.
+    An error of another rank is raised, because the first rank waits for that rank's shard of the model.
     """
     with session.reading_masters() as read:
         if read is None:
@@ -103,13 +103,13 @@ def _write_model(
                 counted = done.counting(read)
                 write_model(console, folder, session.model, session.whole_units, counted, tokenizer, dtype)
         except StallError:
-            # A drive that never answers takes no checkpoint either.
+            # A drive that does not answer takes no checkpoint either.
             raise
         except (MegatierError, OSError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - the tokenizers library raises Exception itself; the state comes first
             failed = MegatierError(f"{type(error).__name__}: {shown(str(error))}.")
-            # By hand, since this error is returned here, and raised by the caller.
+            # `raise ... from` is no choice here, since the caller raises the error.
             failed.__cause__ = error
             return failed
     return None

@@ -1,4 +1,7 @@
-"""Plans what a run saves: how many checkpoints its drive has room for, and what one is expected to cost."""
+"""Plans what a run saves: how many checkpoints its drive has room for, and what one is expected to cost.
+
+The trainer makes the plan before the first step, and `saves` follows it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from megatier.tier import Tier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavePlan:
-    """The plan, as it is made before the first step."""
+    """What a run saves, as it is planned before the first step."""
 
     output: OutputConfig
     """The settings of what the run writes."""
@@ -37,13 +40,13 @@ class SavePlan:
     num_kept: int
     """Number of checkpoints that are kept; 0: none is written, unless the run is stopped or its export fails."""
     cost_s: float
-    """Seconds that a checkpoint is expected to hold training up."""
+    """Seconds for which a checkpoint is expected to hold training up."""
     is_done: bool
     """Whether all steps are done, so that only the export is left."""
 
     @classmethod
     def of(cls, output: OutputConfig, session: Session, expected: Forecast | None, *, is_done: bool) -> Self:
-        """Plan what a run saves. The first rank looks at the drive for all.
+        """Plan what a run saves. The first rank looks at the drive for all ranks.
 
         Args:
             output: the run's output.
@@ -52,13 +55,13 @@ class SavePlan:
             is_done: whether only the export is left to do.
 
         Raises:
-            CapacityError: the drive has too little room for what the run is told to save, or for the export.
+            CapacityError: the drive has too little room for what the settings ask for, or for the export.
             UnsupportedModelError: the model cannot be exported.
         """
         room = Room.of(output, session.model, session.whole_units)
         all_ranks = session.all_ranks
 
-        # All ranks write into one directory, so one of them looks at its drive, and all have its error.
+        # All ranks write into one directory, so one of them looks at its drive, and all of them get its error.
         num_kept = all_ranks.broadcast(lambda: _choose_num_kept(output, session, room, is_done=is_done))
         cost_s = estimate_cost(session, expected)
         return cls(
@@ -70,10 +73,10 @@ class SavePlan:
         )
 
     def describe_clock(self) -> str | None:
-        """Describe what the clock will do; None if the clock decides nothing."""
+        """Say when checkpoints will be written by time; None if they are not."""
         if not self.output.saves_by_time or self.is_done:
             return None
-        # Nobody asked for these checkpoints, so the run goes on without them. One that was told to save is refused.
+        # No setting asks for these checkpoints, so a full drive only leaves them out.
         if not self.num_kept:
             export = " and the export" if self.output.export else ""
             needed = mib(self.room.needed_bytes(1))
@@ -95,12 +98,12 @@ class SavePlan:
         )
 
     def start_clock(self) -> CheckpointClock | None:
-        """Start the clock that says when a checkpoint is due; None if the clock decides nothing."""
+        """Start the clock that says when a checkpoint is due; None if none is written by time."""
         return CheckpointClock(self.cost_s) if self.output.saves_by_time and self.num_kept else None
 
 
 def estimate_cost(session: Session, expected: Forecast | None) -> float:
-    """Return the seconds that a checkpoint is expected to hold training up, before one was written.
+    """Return the seconds for which a checkpoint is expected to hold training up, as long as none was written.
 
     Args:
         session: the run, planned.
@@ -113,22 +116,22 @@ def estimate_cost(session: Session, expected: Forecast | None) -> float:
     rates = session.setup.machine.measured_rates
     drives = () if rates is None else rates.drives
     written_s = checkpoint_seconds(num_bytes, spilled, drives)
-    # Nobody has measured the drive.
+    # None means that the drive was not measured.
     if written_s is None:
         return unmeasured_seconds(num_bytes + spilled)
     return written_s if expected is None else pause_seconds(written_s, expected)
 
 
 def _choose_num_kept(output: OutputConfig, session: Session, room: Room, *, is_done: bool) -> int:
-    """Return how many checkpoints are kept, after a check that the drive has room for what the run is told to save."""
-    # Nothing but the export is left, so that is all there has to be room for.
+    """Return how many checkpoints are kept, once it is clear that the drive has room for what the settings ask for."""
+    # Only the export is left, so there has to be room for nothing else.
     if is_done:
         room.check(0)
         return output.keep_checkpoints
 
     num_kept = room.num_kept(output)
 
-    # Savepoints are asked for by name, so a lack of room for them is an error, and not a reason to leave them out.
+    # A setting asks for savepoints, so they are not left out for want of room.
     if output.savepoint_every:
         check_savepoint_room(session, Path(output.directory) / SAVEPOINT_FOLDER)
     return num_kept

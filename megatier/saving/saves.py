@@ -1,4 +1,8 @@
-"""Saves a run on its way: decides when checkpoints and savepoints are made, and tells of them."""
+"""Decides when a run makes checkpoints and savepoints, begins them, and says when they are whole.
+
+The training loop calls it between steps. A checkpoint is then written on its own queue while training goes on
+(`checkpoint_writer`); a savepoint is made at once.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +30,21 @@ from megatier.watch.watchdog import Watchdog
 from megatier.watch.work_count import WorkCount
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a drive that has no room, which goes away when somebody makes some."""
+"""Errors of a full drive. The run goes on after these, because somebody may free space."""
 Say = Callable[[str], None]
-"""Tells a person a line."""
+"""Prints a line for a person."""
 Record = Callable[[Mapping[str, object]], None]
-"""Keeps figures in the run's records."""
+"""Adds figures to the run's records."""
 
 
 class Saves:
-    """Checkpoints and savepoints of a run. Use it from the training thread, on all ranks alike.
+    """The checkpoints and savepoints of a run. All ranks make the same calls, each from its training thread.
 
-    What the clock or the drive decides, the first rank decides for all. It alone removes checkpoints.
+    If a decision depends on the clock or the drive, the first rank decides for all. It alone removes checkpoints.
 
     Attributes:
-        writer: the checkpoint on its way; None: there is none.
-        best: the held-out losses so far, which are saved too.
+        writer: the checkpoint that is being written; None: there is none.
+        best: the held-out losses so far, which are saved as well.
     """
 
     def __init__(
@@ -53,16 +57,16 @@ class Saves:
         watchdog: Watchdog,
         record: Record,
     ) -> None:
-        """Prepare; nothing is saved yet.
+        """Prepare to save. Nothing is written yet.
 
         Args:
             config: the run.
-            session: the run's state, which is filled.
-            text_state: returns the position in the text, which is saved too.
-            origin: model and tokenizer (`read_origin`), which are saved too.
+            session: holds the run's state, which must be filled.
+            text_state: returns the position in the text.
+            origin: identifies model and tokenizer (`read_origin`).
             plan: says how many checkpoints are kept, and when one is due if the config does not.
-            watchdog: watches waits.
-            record: keeps the figures of what was saved.
+            watchdog: watches the waits for a checkpoint.
+            record: adds the figures of each save to the records.
         """
         self._config = config
         self._session = session
@@ -74,7 +78,7 @@ class Saves:
         self._room = plan.room
         self._clock = plan.start_clock()
 
-        # If the plan keeps none, one is written all the same when the run is stopped or its export fails.
+        # Even if the plan keeps no checkpoint, one is written when the run is stopped or its export fails.
         self._num_kept = plan.num_kept or config.output.keep_checkpoints
         self._device = session.engine.options.device
         directory = self._directory = Path(config.output.directory)
@@ -84,25 +88,25 @@ class Saves:
         self._has_updated = False
         """Whether a weight has changed since the last checkpoint."""
         self._may_fail = False
-        """Whether the run goes on if the checkpoint on its way finds no room, because nobody asked for it."""
+        """Whether a full drive only leaves the current checkpoint out, because no setting asked for it."""
         self._position: dict[str, Any] | None = None
-        """The note of the text at the step to save, if the text has gone on; None: it has not."""
+        """The position in the text at the step to save, if the text has been read further since; None: it has not."""
         self.writer: CheckpointWriter | None = None
         self.best = Best()
         self._between_steps_s = 0.0
-        """Seconds that it has held this thread up between two steps."""
+        """Seconds for which the current checkpoint has held training up between two steps."""
         self._within_steps_s = 0.0
-        """Seconds that it has held compute up within steps."""
+        """Seconds for which it has held compute up within steps."""
 
-    # ------------------------------------------------------------------ what the loop tells
+    # ------------------------------------------------------------------ called after each step
 
     def note_step(self, seconds: float, waited_s: float, *, has_updated: bool) -> None:
-        """Note that a step has ended.
+        """Take note of a step that has ended.
 
         Args:
-            seconds: how long it took.
-            waited_s: seconds of these in which compute waited for a checkpoint.
-            has_updated: whether it changes a weight.
+            seconds: the time that it took.
+            waited_s: the part of that time in which compute waited for a checkpoint.
+            has_updated: whether the step changes a weight.
         """
         self._within_steps_s += waited_s
         self._has_updated |= has_updated
@@ -111,34 +115,34 @@ class Saves:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the checkpoint that is kept as the best one; None: none is."""
+        """The step whose checkpoint is kept because its held-out loss is the lowest; None: there is none."""
         return self.best.step if self._config.output.load_best_model_at_end else None
 
     def save_after(self, step: int, say: Say, *, is_last: bool, stops: bool) -> None:
-        """Save what is due after a step, and tell of a checkpoint that has become whole meanwhile.
+        """Begin the checkpoint or savepoint that is due after a step, if any, and report the one before if it is whole.
 
         Args:
             step: the step that has ended.
-            say: tells a person.
+            say: prints a line for a person.
             is_last: whether it was the run's last step.
             stops: whether the run was told to stop after it.
 
         Raises:
-            MegatierError: saving failed, and the run was told to save.
+            MegatierError: saving failed, and a setting or a signal had asked for it.
         """
-        # A checkpoint that has become whole is told of first. Otherwise it would still count as on its way, and the
-        # clock would begin no other.
+        # This comes first: a whole checkpoint that nobody has reported counts as being written, and the clock would
+        # begin no other.
         self.finish_checkpoint(say, waits=False)
         output = self._config.output
         every = output.checkpoint_every
         is_due = every != "auto" and every > 0 and (is_last or step % every == 0)
 
-        # At most one of the three: a checkpoint makes a savepoint of the same step needless.
+        # One of these at most, since a checkpoint makes a savepoint of the same step needless.
         if stops or is_due:
             self._begin_checkpoint(step, say)
         elif self._is_best(step, is_last):
-            # The clock takes it for one of its own. First it is told the cost of one that is still on its way: it then
-            # forgets the steps beside that.
+            # The clock counts this checkpoint as one of its own. It must hear the cost of the one before first, because
+            # `note_begin` forgets the steps during that one.
             self.finish_checkpoint(say)
             if self._clock is not None:
                 self._clock.note_begin()
@@ -149,8 +153,8 @@ class Saves:
             self._make_savepoint(step, say)
 
     def _is_best(self, step: int, is_last: bool) -> bool:
-        """Return whether a checkpoint is due because no held-out loss was lower."""
-        # The export at the end has this step's weights from the session.
+        """Return whether a checkpoint is due because this step has the lowest held-out loss so far."""
+        # The export at the end takes this step's weights from the session, so it needs no checkpoint.
         is_exported = is_last and self._config.output.export
         return self.best_step == step and not is_exported
 
@@ -159,18 +163,18 @@ class Saves:
         if (clock := self._clock) is None:
             return False
 
-        # Not before an export: if it goes well a checkpoint is needless, and if it fails one is written then.
+        # An export follows the last step. If it succeeds, no checkpoint is needed; if it fails, one is written then.
         if is_last:
             return self._all_ranks.broadcast(clock.is_long) and not self._config.output.export
         return self.writer is None and self._all_ranks.broadcast(clock.is_due)
 
     def check_directory(self) -> None:
-        """Refuse to save where the run directory is another one now, as under a mount that is gone.
+        """Refuse to save if another directory lies at the run's path now, for example because its drive was unmounted.
 
-        Folders would be made anew there, on another drive, and hidden once the mount is back.
+        A checkpoint would go to another drive, and would be hidden as soon as the right one is mounted again.
 
         Raises:
-            TransferError: it is.
+            TransferError: the directory is another one.
         """
         self._all_ranks.broadcast(self._check_directory)
 
@@ -181,27 +185,27 @@ class Saves:
     # ------------------------------------------------------------------ checkpoints
 
     def _begin_checkpoint(self, step: int, say: Say, *, prunes: bool = True) -> None:
-        """Begin a checkpoint; the steps after it go on while it is written."""
-        # One checkpoint is on its way at a time, so the one before is waited for.
+        """Begin a checkpoint, which is written while the next steps run."""
+        # Only one checkpoint is written at a time, so this waits for the one before.
         self.finish_checkpoint(say)
         self.check_directory()
         began = time.perf_counter()
         self._drain()
 
-        # All updates are over after the drain, so the queue reads the state of exactly this step (`checkpoint_writer`).
+        # After the drain no update is pending, so the writer reads the state of exactly this step.
         num_kept = self._num_kept if prunes else None
         state = self._run_state(step)
         self.writer = CheckpointWriter(self._session, self._folder, step, state, num_kept, self.best_step)
         self._has_updated = False
         self._may_fail = False
 
-        # The drain is no part of the next step, and its events must not count for it.
+        # These are events of the drain, which must not count for the next step.
         self._session.player.take_events()
         self._between_steps_s = time.perf_counter() - began
         self._within_steps_s = 0.0
 
     def _begin_timed_checkpoint(self, step: int, say: Say) -> None:
-        """Begin a checkpoint that nobody asked for, if the drive has room for it."""
+        """Begin a checkpoint that is due by the clock alone, if the drive has room for it."""
         assert self._clock is not None
         self.finish_checkpoint(say)
         self._clock.note_begin()
@@ -211,39 +215,38 @@ class Saves:
             say(f"step {step}: no checkpoint: {self._folder} takes {size} and has {free} free; tried again later")
             return
 
-        # Set after `_begin_checkpoint`, which takes the checkpoint for one that was asked for.
+        # This comes after `_begin_checkpoint`, which sets it to False.
         self._begin_checkpoint(step, say)
         self._may_fail = True
 
     def finish_checkpoint(self, say: Say, *, waits: bool = True) -> None:
-        """Tell of the checkpoint that was begun, if it is whole.
+        """Report the checkpoint that is being written, once it is whole.
 
         Args:
-            say: tells a person.
+            say: prints a line for a person.
             waits: whether to wait until it is whole.
 
         Raises:
-            MegatierError: it failed, unless it found no room and nobody had asked for it.
+            MegatierError: writing failed. A full drive is no error if the checkpoint was due by the clock alone.
         """
         writer = self.writer
 
-        # All ranks have to see the same, since they do what follows together.
+        # What follows takes all ranks, so they have to agree on whether the checkpoint is whole.
         if writer is None or not (waits or all(self._all_ranks.all_gather_object(writer.is_over()))):
             return
 
-        # No longer on its way whatever comes of it, so that an error is told once.
+        # Cleared before anything can fail, so that an error is raised once.
         began = time.perf_counter()
         self.writer = None
         try:
             with self._watchdog.watch(self._session.player):
                 writer.wait()
         except (CapacityError, TransferError) as error:
-            # What is about room goes away when somebody makes some on the drive.
             is_about_room = isinstance(error, CapacityError) or error.errno in NO_ROOM
             if not (self._may_fail and is_about_room):
                 raise
 
-            # The changes that it was to hold are in no checkpoint after all.
+            # The changes since the checkpoint before are still in no checkpoint.
             self._has_updated = True
             say(f"step {writer.step}: no checkpoint, tried again later: {error}")
             return
@@ -265,19 +268,19 @@ class Saves:
             }
         )
 
-        # Only now that the checkpoint is whole, which is newer than any savepoint.
+        # The checkpoint is newer than any savepoint, and only now is it whole.
         drop_savepoint(self._session, self._savepoints)
 
     def _drain(self) -> None:
-        """Finish the step on all ranks, or fail on all: one that fails alone would be waited for."""
+        """Finish all updates on all ranks. If one rank fails, all of them do, so that none waits for it."""
         with self._watchdog.watch(self._session.player), self._all_ranks.failing_together():
             self._session.player.drain()
 
     def save_after_non_finite(self, step: int, say: Say) -> None:
-        """Save a run that ends because too many steps were not finite, so that it may go on after them.
+        """Save a run that ends because too many steps were not finite, so that it can be resumed after them.
 
-        If no weight has changed since the last checkpoint, the new one takes its place. Otherwise all of them stay,
-        because nobody knows which weights are still good.
+        If no weight has changed since the last checkpoint, the new one replaces it. Otherwise all checkpoints stay,
+        because nobody knows which of them still has good weights.
         """
         self.finish_checkpoint(say)
         twin = None if self._has_updated else self._find_last(self._folder)
@@ -288,7 +291,7 @@ class Saves:
             self._all_ranks.broadcast(lambda: remove(twin))
 
     def describe_resume(self, say: Say) -> str:
-        """Return in words from what the run can go on, once what is on its way is whole. Nothing else is saved."""
+        """Return a sentence that says how to resume the run. Waits for the checkpoint that is being written, if any."""
         try:
             self.finish_checkpoint(say)
         except StallError:
@@ -296,7 +299,7 @@ class Saves:
         except MegatierError as error:
             say(f"no checkpoint: {error}")
 
-        # All ranks ask for both, also if the first answer is enough: the first rank looks for all.
+        # The first rank looks for all, so every rank has to ask for both.
         newest = [self._find_last(folder) for folder in (self._folder, self._savepoints)]
         saved = [path for path in newest if path is not None]
         run = self._config.output.directory
@@ -310,7 +313,7 @@ class Saves:
     # ------------------------------------------------------------------ savepoints
 
     def _make_savepoint(self, step: int, say: Say) -> None:
-        """Make a savepoint, after a checkpoint that is on its way."""
+        """Make a savepoint, once the checkpoint that is being written is whole."""
         self.finish_checkpoint(say)
         self.check_directory()
         began = time.perf_counter()
@@ -330,12 +333,14 @@ class Saves:
         )
 
     def save_after_memory_error(self, step: int, position: dict[str, Any] | None, say: Say) -> None:
-        """Save a run that cannot go on after a step, if that can be: all of several ranks would have to take part.
+        """Try to save a run whose next step ran out of GPU memory.
+
+        A run on several ranks is not saved, because the other ranks are still in that step.
 
         Args:
             step: the last whole step.
-            position: the note of the text after it, of a run that is alone.
-            say: tells a person.
+            position: the position in the text after it; None: there are several ranks.
+            say: prints a line for a person.
         """
         # If no weight has changed since the last checkpoint, that one is as good.
         if position is None or not self._has_updated:
@@ -352,33 +357,35 @@ class Saves:
     # ------------------------------------------------------------------ the end
 
     def watch_export(self, done: WorkCount) -> AbstractContextManager[None]:
-        """Watch an export, whose pieces are counted, for as long as this is entered."""
+        """Let the watchdog watch an export by the number of pieces that it has written."""
         return self._watchdog.watch(self._session.player, lambda: done.count)
 
     def save_unexported(self, step: int, say: Say) -> Path | None:
-        """Save the end of a run whose export failed, as a checkpoint or else, if the run makes any, as a savepoint.
+        """Save the last step of a run that cannot be exported or cannot go on.
+
+        A checkpoint is tried first. If that fails, a savepoint is, provided that the run makes savepoints.
 
         Returns:
-            The checkpoint or savepoint of this step, from which the run goes on. None if the drive takes neither; then
-            what was saved before, and the block files of an older savepoint, stay.
+            The checkpoint or savepoint of this step. None if neither could be written; then what was saved before, and
+            the block files of an older savepoint, stay.
 
         Raises:
-            StallError: the drive never answered.
+            StallError: the drive does not answer.
         """
-        # The loop may have saved this very step already.
+        # The loop may have saved this step already.
         for folder in (self._folder, self._savepoints):
             last = self._find_last(folder)
             if last is not None and parse_step(last) == step:
                 return last
 
-        # Without room all checkpoints but the last one go first, as they would go when this one is whole.
+        # On a full drive all checkpoints but the last one are removed first. They would be removed afterwards anyway.
         try:
             self._all_ranks.broadcast(self._make_room)
             self._begin_checkpoint(step, say)
             self.finish_checkpoint(say)
             return self._find_last(self._folder)
         except StallError:
-            # A drive that never answers takes no savepoint either.
+            # A drive that does not answer takes no savepoint either.
             raise
         except (MegatierError, OSError) as error:
             say(f"step {step}: no checkpoint: {error}")
@@ -395,7 +402,7 @@ class Saves:
         return self._find_last(self._savepoints)
 
     def _make_room(self) -> None:
-        """Remove all checkpoints but the last and the best one, if there is no room for another."""
+        """Remove all checkpoints but the last and the best one, if there is no room for another one."""
         if not self._room.has_room_for_checkpoint:
             prune(self._folder, 1, self.best_step)
 
@@ -404,7 +411,7 @@ class Saves:
         return self._all_ranks.broadcast(lambda: last_checkpoint(folder))
 
     def _run_state(self, step: int) -> dict[str, Any]:
-        """Return everything that is saved besides arrays."""
+        """Return what is saved besides the arrays: step, config, text position, origin, tiles and losses."""
         tiles = self._session.engine.model.tiles
         text = self._position
         if text is None:
@@ -414,7 +421,7 @@ class Saves:
 
 
 def _read_identity(directory: Path) -> tuple[int, int] | None:
-    """Return the identity of a directory, which another one at its path has not; None: there is none."""
+    """Return the device and inode of a directory, which tell it from another one at its path; None: it is not there."""
     try:
         found = directory.stat()
     except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""A run that has begun: what all of its parts are opened with."""
+"""A run that has begun: its setup, its locked directory, its watchdog, and the point that it starts from.
+
+`trainer` makes one, and opens everything else with it.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,16 @@ from megatier.watch.watchdog import Watchdog
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BegunRun:
-    """A run with its directory locked and its watchdog awake."""
+    """A run whose directory is locked and whose watchdog runs."""
 
     stack: ExitStack
-    """Closes the parts."""
+    """Closes all parts of the run."""
     setup: Setup
     expected: Prediction | None
     """The planned step; None if the machine was not measured."""
     ranks: Ranks | None
     console: Console
-    """Silent on all ranks but the first."""
+    """What a person sees. It prints on the first rank alone."""
     watchdog: Watchdog
     directory: SharedDirectory
     start: Start
@@ -40,7 +43,7 @@ class BegunRun:
 
     @property
     def writes(self) -> bool:
-        """Whether this is the first rank, which alone writes into the directory."""
+        """Whether this is the first rank. No other rank writes into the directory."""
         return self.directory.own is not None
 
     @classmethod
@@ -56,11 +59,11 @@ class BegunRun:
         accepts_changes: bool,
     ) -> Self:
         """Start the watchdog, lock the directory, and find the step to go on from; see `train`."""
-        # The other ranks had nothing to say until here but what stops them.
+        # Up to here the other ranks print errors alone.
         console = console_of(ranks, console)
         watchdog = stack.enter_context(_make_watchdog(setup.config, expected, ranks))
 
-        # Locked before `Start` looks for saved steps there, which another run could write or remove.
+        # Locked before `Start` looks for saved steps, which another run could otherwise write or remove meanwhile.
         directory = SharedDirectory(stack, setup.config, ranks, resumes=resumes)
         all_ranks = ranks or SingleRank()
         start = all_ranks.broadcast(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
@@ -78,10 +81,10 @@ class BegunRun:
 
 
 def _make_watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | None) -> Watchdog:
-    """Return the watchdog. It is entered before all that may hang while it closes, so that it still watches then."""
+    """Return the watchdog. It is entered first and closed last, so that it also watches while the run closes."""
     expected_s = 0.0 if expected is None else expected.forecast.seconds
 
-    # Each rank says what it was at, since the one that stalls may wait for another.
+    # Each rank writes a report of its own, since a rank that stalls may be waiting for another one.
     name = STALL_FILE
     if ranks is not None:
         name = STALL_FILE.replace(".", f"-{ranks.rank}.")

@@ -1,4 +1,7 @@
-"""Loops over a run's steps: training, evaluations and saves, and the figures that it tells of each."""
+"""Loops over the steps of a run: trains, evaluates, saves, and reports the figures of each step.
+
+`trainer` makes a `Loop` once the weights are in place, and runs it on the training thread.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +37,17 @@ from megatier.train.stop import StopRequest
 from megatier.watch.watchdog import Watchdog
 
 Outcome = Literal["whole", "early", "stopped"]
-"""How the steps of a run ended: all are done; evaluations were no better for too long; or somebody stopped it."""
+"""How the steps of a run ended: all were taken; held-out losses stopped falling; or somebody stopped the run."""
 TRACED_STEPS = 3
-"""The number of last steps that the trace keeps: few, because one step of a large model has thousands of events."""
+"""The trace keeps this many of the last steps: few, because a step of a large model has thousands of events."""
 
 
 class Loop:
     """The steps of one run, in one process.
 
     Attributes:
-        traced: the last steps' numbers and events, for a trace.
-        last_step: the last step that has ended.
+        traced: numbers and events of the last steps, for the trace.
+        last_step: number of the last step that has ended.
     """
 
     def __init__(
@@ -58,16 +61,16 @@ class Loop:
         watchdog: Watchdog,
         saves: Saves,
     ) -> None:
-        """Prepare the loop; nothing runs before `run`.
+        """Prepare the loop. No step is taken before `run`.
 
         Args:
             config: the run.
             console: what a person sees.
-            session: its whole state is filled.
+            session: holds the run's state, which must be filled.
             text: the text that the run trains on.
-            record: keeps the figures of each step.
-            expected: the planned step, if the machine was measured; the first steps correct it.
-            watchdog: watches passes.
+            record: adds the figures of a step to the run's records.
+            expected: the planned step, if the machine was measured. The first steps correct it.
+            watchdog: watches every pass.
             saves: writes checkpoints and savepoints between steps.
         """
         self._config = config
@@ -81,19 +84,19 @@ class Loop:
         self.last_step = 0
         self._is_rehearsed = False
         self._is_reading = False
-        """Whether an evaluation waits for rows."""
+        """Whether an evaluation is waiting for rows."""
         self._all_ranks = session.all_ranks
         self._reports = StepReports(session)
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
     def run(self, state: RunState | None) -> Outcome:
-        """Run all steps after a state, with evaluations and checkpoints, unless evaluations end the run early.
+        """Take all steps that are left, with their evaluations and checkpoints.
 
         Args:
-            state: the state that the run goes on from; None: the run begins.
+            state: the saved state that the run is resumed from; None: the run begins.
 
         Returns:
-            How they ended.
+            How the steps ended.
 
         Raises:
             MegatierError: a step, an evaluation or a save failed.
@@ -101,13 +104,13 @@ class Loop:
         if state is not None:
             self.last_step = state.step
             self._saves.best = state.best
-        # The steps of a run whose export failed may be over already.
+        # If only the export of a run failed, its steps are over already.
         if self._is_over():
             return self._tell_outcome(partial(say, self._console))
 
         train = self._config.train
 
-        # Tokens and images are counted over all processes of the run, and no checkpoint has these counts.
+        # Tokens and images are counted over all processes of a run, and only its records have these counts.
         before = read_what_there_is(Path(self._config.output.directory) / METRICS_FILE)
         self._reports.tokens_seen = round(sum(step.tokens for step in before.steps))
         self._reports.images_seen = round(sum(step.images or 0 for step in before.steps))
@@ -115,7 +118,7 @@ class Loop:
         stops = False
         with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:
             for step in range(first, train.steps + 1):
-                # Noted before the step reads its rows: a step that fails for want of memory is run again from here.
+                # Taken before the step reads its rows, because a step that runs out of memory is repeated on a resume.
                 position = self._text.own.state if self._session.ranks is None else None
                 try:
                     self._step(step, progress)
@@ -127,7 +130,7 @@ class Loop:
                         self._saves.save_after_non_finite(step, progress.note)
                         raise
 
-                    # In the immediate mode weights may have changed by now, and are not worth saving.
+                    # In the immediate mode some weights have changed by now, so they are not worth saving.
                     raise NonFiniteError(
                         f"{error} {self._saves.describe_resume(progress.note)}", error.updated
                     ) from error
@@ -135,8 +138,8 @@ class Loop:
                 if step == train.steps or (train.evaluate_every and step % train.evaluate_every == 0):
                     self._evaluate(step, progress)
 
-                # Asked once: a signal may come between two looks, and saving and breaking have to agree. So have all
-                # ranks, any of which may have been told to stop.
+                # Read once, because a signal may come at any time, and saving and stopping have to agree. All ranks
+                # have to agree too, since any of them may have been told to stop.
                 is_last = self._is_over()
                 stops = self._all_ranks.any(stop.is_asked) and not is_last
                 self._saves.save_after(step, progress.note, is_last=is_last, stops=stops)
@@ -147,22 +150,22 @@ class Loop:
             return "stopped" if stops else self._tell_outcome(progress.end)
 
     def _is_over(self) -> bool:
-        """Return whether no step is left to do after the last one."""
+        """Return whether no step is left to take."""
         train = self._config.train
         return self.last_step >= train.steps or self._saves.best.is_over(train.early_stopping_patience)
 
     def _tell_outcome(self, say: Say) -> Outcome:
-        """Return how the steps of a run that is over ended, and tell why if they ended early."""
+        """Return how the steps ended, and print the reason if they ended early."""
         if self.last_step >= self._config.train.steps:
             return "whole"
         say(f"ended early after step {self.last_step}: {self._saves.best.why_over()}")
         return "early"
 
     def report_end(self, outcome: Outcome) -> None:
-        """Tell how the run ended, and what moved, against what the placement demands.
+        """Print and record how the run ended, and how many bytes moved beside those that the placement demands.
 
         Args:
-            outcome: as `run` returned it, for the record.
+            outcome: as `run` returned it.
         """
         self._reports.print_step_moves(self._console)
         why = self._saves.best.why_over() if outcome == "early" else ""
@@ -176,7 +179,7 @@ class Loop:
         )
 
     def _step(self, step: int, progress: Progress) -> None:
-        """Run one step, and tell and record it."""
+        """Take one step, print it and record it."""
         train = self._config.train
         session = self._session
         began_ns = time.perf_counter_ns()
@@ -186,17 +189,17 @@ class Loop:
             self._rehearse(step)
         read_ns = time.perf_counter_ns()
 
-        # What the host waits for from here on is no work of its own (`StepTimes.host_busy_seconds`).
+        # Waits of the host from here on are taken off its busy time (`StepTimes.host_busy_seconds`).
         HOST_WAIT.restart()
         with self._watchdog.watch(session.player):
             result = session.engine.train_step(step, rate, groups)
 
-        # The loss was read, so the device is through with forward and backward. In the deferred mode updates of this
-        # step may still be running; the next step waits for them, and has their time.
+        # The loss was read, so the device has finished forward and backward. In the deferred mode updates of this step
+        # may still run. The next step waits for them, and their time counts there.
         ended_ns = time.perf_counter_ns()
         self.last_step = step
 
-        # The same events give the printed figures, the records, the picture and the trace.
+        # The printed figures, the records, the picture and the trace all come from these events.
         events = session.player.take_events()
         events += self._make_own_events(step, began_ns, read_ns, ended_ns)
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
@@ -214,17 +217,17 @@ class Loop:
         self._correct_forecast(step, events, progress)
 
     def _rehearse(self, step: int) -> None:
-        """Let the first step of this process use every unit that a later one may use."""
+        """Use every unit that a later step may use, before the first step of this process."""
         self._is_rehearsed = True
         if groups := self._text.read_rehearsal(step - 1, self._config.train):
             with self._watchdog.watch(self._session.player):
                 self._session.engine.rehearse(groups)
 
-            # Its events must not count for the first step.
+            # These events must not count for the first step.
             self._session.player.take_events()
 
     def _make_own_events(self, step: int, began_ns: int, read_ns: int, ended_ns: int) -> list[TraceEvent]:
-        """Return the events of a step that the player does not see: the step itself, and a wait for its text."""
+        """Return the events that the player does not record: the step itself, and the wait for its text."""
         events = [
             TraceEvent(
                 lane=STEP,
@@ -234,8 +237,8 @@ class Loop:
             )
         ]
 
-        # The other ranks are given their rows by the first one. Without a stream or images that one reads tokens from a
-        # file, which counts as work of the host.
+        # The first rank reads the text and sends the others their rows, so they wait for it. If it reads tokens from a
+        # file, and neither a stream nor images, that counts as work of its host.
         cause = "ranks" if self._all_ranks.rank else ""
         if self._config.data.streaming or self._config.data.images:
             cause = "data"
@@ -252,8 +255,8 @@ class Loop:
         return events
 
     def _correct_forecast(self, step: int, events: Sequence[TraceEvent], progress: Progress) -> None:
-        """Let the first steps say what the drives do in this run, and correct the expected step by it."""
-        # A checkpoint on its way would take its share of the drives.
+        """Correct the expected step by the speed that the drives have in the first steps."""
+        # A checkpoint that is being written would take its share of the drives.
         if self._expected is None or self._saves.writer is not None:
             return
         if (correction := self._expected.observe(events)) is None:
@@ -265,28 +268,28 @@ class Loop:
         self._record({"step": step, "correction": asdict(correction)})
 
     def _evaluate(self, step: int, progress: Progress) -> None:
-        """Run one evaluation on held-out text, and tell and record its loss."""
+        """Evaluate on held-out text, and print and record the loss."""
         began_ns = time.perf_counter_ns()
         loss: float | None = None
         why = "there is no held-out text, or no token of it counts"
         try:
-            # Nothing has to move on while rows are read: what makes pixels is in no queue.
+            # No queue shows that pixels are being made, so nothing counts as a stall while rows are read.
             with self._watchdog.watch(self._session.player, lambda: None if self._is_reading else 0):
                 loss = self._session.engine.evaluate(self._read_held_out())
         except torch.OutOfMemoryError:
-            # Weights are what they were. Other ranks would wait in vain for this one, so there the run ends.
+            # The weights are unharmed, so one rank goes on. Several ranks cannot, since the others wait for this one.
             if self._session.ranks is not None:
                 raise
             why = "memory ran out"
         if loss is None:
-            # Not inside of the handler, whose error holds all that the evaluation had made.
+            # Outside of the handler, because the error keeps the evaluation's tensors alive.
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             self._session.player.take_events()
             progress.note(f"step {step}: not evaluated, since {why}. The run goes on.")
             return
 
-        # Nobody asks for a trace of evaluations, and their events must not count for the next step.
+        # Events of an evaluation are in no trace, and must not count for the next step.
         ended_ns = time.perf_counter_ns()
         spent = account(self._session.player.take_events(), began_ns, ended_ns)
         seconds = (ended_ns - began_ns) / 1e9
@@ -306,7 +309,7 @@ class Loop:
         )
 
     def _read_held_out(self) -> Iterator[Rows]:
-        """Yield the groups of an evaluation. No more than one batch is made at once, as in a step: pixels are large."""
+        """Yield the groups of an evaluation. Batches are made one at a time, as in a step, because pixels are large."""
         train = self._config.train
         batches = itertools.islice(self._text.read_holdout(train), train.evaluate_batches)
         while True:
@@ -316,7 +319,7 @@ class Loop:
             if batch is None:
                 return
 
-            # A group at a time, as in training: memory has room for so many rows.
+            # One group at a time, as in training, since memory is planned for so many rows.
             while batch:
                 yield batch.pop(0)
 
@@ -327,7 +330,7 @@ def learning_rate_at(step: int, train: TrainConfig) -> float:
         step,
         peak=train.learning_rate,
         schedule=train.schedule,
-        # A part of a step counts as a whole one, as in transformers.
+        # Part of a step is rounded up, as in transformers.
         warmup=train.warmup_steps or math.ceil(train.warmup_ratio * train.steps),
         decay=math.ceil(train.decay_ratio * train.steps),
         steps=train.steps,

@@ -1,4 +1,4 @@
-"""A run that `torchrun` starts again after a rank failed."""
+"""Finds the run that `torchrun` starts again after a rank failed (`--max-restarts`)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from megatier.ranks.ranks import Ranks
 def find_restarted_run(
     config: RunConfig, given: frozenset[str], ranks: Ranks | None
 ) -> tuple[RunConfig, frozenset[str]] | None:
-    """Return the run that `torchrun` has started again after a rank failed, and the settings that stay as they are.
+    """Return the config of a run that `torchrun` has started again, and the names of its given settings.
 
-    It has the settings that it was begun with, with those of its command on top, as `megatier resume` lays them there.
-    So the number of ranks may be another one now.
+    The config is the stored one with the settings of the command on top, as in `megatier resume`. So the number of
+    ranks may have changed.
 
     Args:
-        config: the run, as its command has it.
+        config: the config that the command gives.
         given: dotted names of the settings that the command gives.
         ranks: the ranks of the run.
 
     Returns:
-        None if nothing was started again, or nothing was begun before.
+        None if this is no restart, or if the first start wrote no config.
 
     Raises:
         ConfigError: the stored config cannot be read.
     """
     all_ranks = ranks or SingleRank()
 
-    # Each host's torchrun counts for itself, and one that came later has seen no failure.
+    # Every host counts its own restarts, so a host that has joined later has seen none.
     num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not all_ranks.any(num_restarts > 0):
         return None
@@ -42,11 +42,11 @@ def find_restarted_run(
     if stored is None:
         return None
 
-    # The directory is taken from the command: it may have been moved since its config was written.
+    # The directory comes from the command, because it may have been moved since its config was written.
     from_command = to_dict(config)
     for dotted in sorted(given | {"output.directory"}):
         section, _, name = dotted.partition(".")
         stored[section][name] = from_command[section][name]
 
-    # A stored config has every setting, so all of them count as given, and no planner changes them on the way.
+    # A stored config has every setting, so all of them count as given, and the planner changes none.
     return from_dict(stored), list_given(stored)

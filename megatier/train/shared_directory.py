@@ -1,4 +1,4 @@
-"""The directory of a run, which the first rank locks and writes."""
+"""The run directory, seen from all ranks. The first rank locks it and writes there; the others only read."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megatier.ranks.ranks import Ranks
 
 
 class SharedDirectory:
-    """The run directory, which the first rank locks and writes.
+    """The run directory of several ranks, or of one process.
 
     Attributes:
         path: the directory.
-        own: what writes there, on the first rank; None on the others.
+        own: the open directory, on the first rank; None on the others.
         run_id: the name of the run's block files.
     """
 
     def __init__(self, opened: ExitStack, config: RunConfig, ranks: Ranks | None, *, resumes: bool) -> None:
-        """Open it on the first rank, until the stack closes; see `RunDirectory`."""
+        """Lock the directory on the first rank until the stack closes; see `RunDirectory`."""
         all_ranks = ranks or SingleRank()
         self.path = Path(config.output.directory)
 
-        # One lock on one host: the others would be refused by it.
+        # One rank takes the lock, which would refuse all others.
         own = opened.enter_context(RunDirectory(config, resumes=resumes)) if all_ranks.rank == 0 else None
         self.own = own
 
-        # The others read there only once it is locked.
+        # The others read the directory only once it is locked.
         self.run_id = all_ranks.broadcast(lambda: "" if own is None else own.run_id)
         with all_ranks.failing_together():
             self._check_is_shared(all_ranks.rank)
@@ -45,7 +45,7 @@ class SharedDirectory:
         noted = ""
         with contextlib.suppress(OSError):
             noted = (self.path / RUN_ID_FILE).read_text()
-        # Behind the id the file has the directory's own number on its drive, which tells it from a copy of it.
+        # After the id the file has the inode of the directory, which tells it from a copy.
         if noted.split(" ")[0] != self.run_id:
             raise ConfigError(
                 f"rank {rank} does not see the run that the first rank has in {self.path}. Name an output.directory on "

@@ -1,6 +1,6 @@
-"""The text of a run, which the first rank reads and sends to the others.
+"""The text of a run. The first rank reads it, and sends the other ranks their rows.
 
-One process alone goes the same way, and has nobody to tell.
+A run in one process uses the same code, and sends nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatier.ranks.ranks import Ranks
 from megatier.report.console import say
 
 Text = PackedText | TextStream | ImageChats
-"""What a run trains on."""
+"""The kinds of text that a run trains on."""
 Rows = dict[str, torch.Tensor]
-"""What the model takes of some rows."""
+"""The arguments of the model for some rows, by name."""
 
 
 def count_steps(text: Text, train: TrainConfig) -> int:
-    """Return the steps that the epochs of a run take; the last step may reach into the next epoch."""
+    """Return how many steps the epochs of a run take. The last step may reach into the next epoch."""
     assert not isinstance(text, TextStream), "a stream has no epochs"
     assert train.epochs is not None
     steps = train.epochs * text.num_sequences / train.batch
@@ -37,15 +37,20 @@ def count_steps(text: Text, train: TrainConfig) -> int:
 
 
 class SharedText:
-    """The text of a run, which the first rank reads and sends. All ranks have to ask for the same."""
+    """The text of a run, which the first rank reads for all. All ranks have to make the same calls."""
 
     def __init__(self, ranks: Ranks | None, text: Text | None) -> None:
-        """Take the text, on the first rank."""
+        """Share a text.
+
+        Args:
+            ranks: the ranks of the run; None: there is one process.
+            text: the text on the first rank; None on the others.
+        """
         self._all_ranks = ranks or SingleRank()
         self._text = text
 
     def read_groups(self, step: int, train: TrainConfig) -> list[Rows]:
-        """Return the training batch of a step, counted from 0, in its groups."""
+        """Return the groups of a step's training batch. Steps are counted from 0."""
 
         def made() -> Rows | list[Rows]:
             text = self.own
@@ -53,11 +58,11 @@ class SharedText:
                 return text.groups(step, train.batch, train.groups)
             return text.batch(step, train.batch)
 
-        # The first rank alone calls `made`, since only it has a text.
+        # Only the first rank calls `made`, because only it has a text.
         return _split(self._all_ranks.broadcast(made), train.groups)
 
     def read_rehearsal(self, step: int, train: TrainConfig) -> list[Rows]:
-        """Return groups for `Engine.rehearse` before a step, counted from 0; none if it needs no rehearsal."""
+        """Return the groups that `Engine.rehearse` takes before a step; none if it needs no rehearsal."""
 
         def made() -> list[Rows]:
             text = self.own
@@ -66,8 +71,8 @@ class SharedText:
         return self._all_ranks.broadcast(made)
 
     def read_holdout(self, train: TrainConfig) -> Iterator[list[Rows]]:
-        """Yield held-out batches in order, each in its groups."""
-        # Only the first rank has a text. Its None ends the loop on all ranks, so none waits for a batch in vain.
+        """Yield the held-out batches in order, each as a list of groups."""
+        # Only the first rank has a text. When that is read, its None ends the loop on all ranks.
         batches: Iterator[Rows | list[Rows]] = iter(())
         if isinstance(self._text, ImageChats):
             batches = self._text.holdout(train.batch, train.groups)
@@ -80,19 +85,19 @@ class SharedText:
             yield _split(rows, train.groups)
 
     def with_steps(self, train: TrainConfig, console: Console) -> TrainConfig:
-        """Return the settings with the steps that their epochs take, or `train.steps` if that is given and smaller.
+        """Return the settings with epochs converted to steps. `train.steps` wins if it is given and smaller.
 
         Raises:
-            ConfigError: the warm-up is as long as that or longer.
+            ConfigError: the warm-up takes all of these steps.
         """
         if train.epochs is None:
             return train
 
-        # The first rank alone knows how many sequences there are.
+        # Only the first rank knows how many sequences there are.
         steps = self._all_ranks.broadcast(lambda: count_steps(self.own, train))
         fewest = min(steps, train.steps)
 
-        # Steps that nobody gave stand for as many as there may be, and are no news.
+        # Unless steps were given, there is no second number to tell of.
         if train.steps != STEPS_UNBOUND:
             say(
                 console,
@@ -100,21 +105,21 @@ class SharedText:
                 f"one ends the run, after {fewest:,} steps.",
             )
 
-        # From here on steps alone say how long the run is.
+        # From here on the length of the run is counted in steps alone.
         return replace(train, steps=fewest, epochs=None)
 
     @property
     def state(self) -> dict[str, Any]:
-        """The note of this text, and of the position in it, that a checkpoint has."""
+        """What a checkpoint saves of the text: what identifies it, and the position in it."""
         return self._all_ranks.broadcast(lambda: self.own.state)
 
     @property
     def own(self) -> Text:
-        """The text itself, which only the first rank has."""
+        """The text itself. Only the first rank has it."""
         assert self._text is not None
         return self._text
 
 
 def _split(rows: Rows | list[Rows], count: int) -> list[Rows]:
-    """Return the rows of a batch in so many groups. Rows with images come in groups already: these cannot be cut."""
+    """Return a batch as a list of groups. Rows with images come in groups already, because they cannot be split."""
     return rows if isinstance(rows, list) else split_groups(rows, count)

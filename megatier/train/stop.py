@@ -1,7 +1,7 @@
-"""Stops a run by SIGINT, SIGTERM and SIGHUP: the first lets the step end, the second ends the process at once.
+"""Stops a run on SIGINT, SIGTERM or SIGHUP. After the first signal the step ends; a second one ends the process.
 
-`timeout` and some schedulers send a signal to a process and then to its group. The same signal within a moment counts
-once.
+`timeout` and some schedulers send a signal to a process and once more to its group, so two equal signals within a
+moment count as one.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_S = 0.2
-"""Seconds within which the same signal counts once."""
+"""Equal signals within this time count as one."""
 
 
 class StopRequest:
-    """Catches signals while it is entered. It does so in the main thread; elsewhere it catches nothing.
+    """Catches signals while it is entered in the main thread. In any other thread it catches nothing.
 
     Attributes:
         is_asked: whether a signal came.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """Prepare; signals are caught when it is entered.
+        """Prepare. Signals are caught once this is entered.
 
         Args:
-            say: tells a person what happens now.
+            say: prints a line for a person.
         """
         self._say = say
         self.is_asked = False
@@ -37,11 +37,11 @@ class StopRequest:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        # Python lets no other thread set handlers.
+        # Python lets the main thread alone set handlers.
         if threading.current_thread() is not threading.main_thread():
             return self
 
-        # A process under nohup ignores SIGHUP, because its user wants it to outlive the terminal.
+        # Under nohup a process ignores SIGHUP, because its user wants it to outlive the terminal.
         is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         for number in SIGNALS:
             if not (is_nohup and number is signal.SIGHUP):
@@ -51,12 +51,12 @@ class StopRequest:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
-            # If somebody else handles the signal by now, the process is ending, and what comes now is dropped.
+            # Another handler by now means that the process is ending. That handler stays.
             if signal.getsignal(number) == self._ask:
                 signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        """Note the first signal, and let any other one end the process as it would have without this."""
+        """Take note of the first signal, and pass a second one on to the handler that was there before."""
         now = time.monotonic()
         if not self.is_asked:
             self.is_asked = True

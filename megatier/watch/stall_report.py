@@ -1,4 +1,7 @@
-"""The report of a run in which nothing moves on. It must not wait for anything."""
+"""Describes a run that makes no progress: its queues, the gate, and the stacks of its threads.
+
+The watchdog calls this on its own thread. Nothing here may wait, since whatever it waits for may hang.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from megatier.store.queue import QueueState
 from megatier.store.transfer import Transfer
 
 SHOWN_MAX = 8
-"""Moves in flight, or waited for, that a line of the report names."""
+"""Most moves that a line of the report names."""
 QUEUES_TITLE = "queues (a copy on a CUDA stream counts as in flight until its queue looks again):"
 
 
 def describe_stall(player: Player, quiet_s: float) -> str:
-    """Describe the work of every queue, of the gate, and of every Python thread but those of idle queues."""
+    """Return the report: every queue, the gate, and every Python thread that does not belong to an idle queue."""
     states = [queue.state() for queue in player.queues]
     lines = [f"megatier: nothing has moved on for {quiet_s:.0f} s", "", QUEUES_TITLE]
     for state in states:
         lines += describe_queue(state, player.busy.get(state.name))
 
-    # The stack of an idle queue's thread says that it waits for work, as its line above does.
+    # The stack of an idle queue would only repeat that it waits for work.
     idle = {f"megatier-{state.name}" for state in states if state.current is None}
     lines += ["", *describe_compute(player)]
     lines += ["", *describe_threads(idle), ""]
@@ -32,11 +35,11 @@ def describe_stall(player: Player, quiet_s: float) -> str:
 
 
 def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
-    """Yield lines about one queue.
+    """Yield the lines about one queue.
 
     Args:
-        state: what it is at.
-        cause: what a queue of the player is busy with, while it has an item.
+        state: what the queue is working on.
+        cause: the item of the timeline that the player's queue is working on, if any.
     """
     if state.current is None:
         yield f"  {state.name}: idle, after {state.num_begun} items"
@@ -45,7 +48,7 @@ def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
         at = f" ({cause})" if cause is not None else ""
         yield f"  {state.name}: at {transfer.key}{at} for {format_age(since_ns)}; {state.num_waiting} wait behind it"
         for word, others in (("after", transfer.requires), ("behind", transfer.follows)):
-            # What is done is no reason to wait. `seen_done` asks no device, since even that might hang now.
+            # Moves that are done hold nothing up. `seen_done` does not ask the device, which might hang as well.
             pending = [other for other in others if not other.seen_done()]
             for line in list_first(pending):
                 yield f"    {word} {line}"
@@ -55,7 +58,7 @@ def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
 
 
 def list_first(transfers: Sequence[Transfer]) -> Iterator[str]:
-    """Yield the first transfers, by queue, key and age, and how many more there are."""
+    """Yield a line for each of the first transfers, and one for the number of the others."""
     for transfer in transfers[:SHOWN_MAX]:
         since_ns, _ = transfer.span_ns()
         age = f"for {format_age(since_ns)}" if since_ns else "not started"
@@ -65,32 +68,32 @@ def list_first(transfers: Sequence[Transfer]) -> Iterator[str]:
 
 
 def describe_compute(player: Player) -> Iterator[str]:
-    """Yield lines about the pass, and about who waits for compute."""
-    # A copy: the training thread goes on, and would add to what is read here.
+    """Yield the lines about the pass, and about the queues that wait for compute."""
+    # Copied, because the training thread may still add to it.
     entered = tuple(player.accesses)
     num_entered = len(entered)
     planned = player.timeline.accesses if player.timeline is not None else ()
 
-    # A pass may take another course than planned, so what it has entered comes first.
+    # A pass may take another course than planned, so the accesses that it has begun come first.
     to_come = planned[num_entered:]
     names = [f"{access.unit} ({access.phase}, group {access.group})" for access in (*entered, *to_come)]
     last = f", the last is {names[num_entered - 1]}" if entered else ""
     yield f"compute: {num_entered} accesses begun{last}; {player.gate.count} are over"
     for count in player.gate.wanted:
-        # Without a name if no plan has one for that access.
+        # This is empty if the plan ends before that access.
         wanted = ", ".join(names[count - 1 : count])
         yield f"  the gate: somebody waits for the end of access {count}, {wanted}"
 
 
 def describe_threads(left_out: Container[str]) -> Iterator[str]:
-    """Yield the stacks of Python threads, innermost call first.
+    """Yield the stacks of the Python threads, innermost call first.
 
-    They have no source lines, because a drive that hangs may have the source.
+    Source lines are left out, because the source may lie on the drive that hangs.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.get_ident()
     for number, frame in sys._current_frames().items():
-        # A thread that was started by C code has no name here.
+        # Threads that C code has started have no name here.
         name = names.get(number, str(number))
         if name in left_out or number == own:
             continue
@@ -101,5 +104,5 @@ def describe_threads(left_out: Container[str]) -> Iterator[str]:
 
 
 def format_age(start_ns: int) -> str:
-    """Return the time that has passed since a moment of time.perf_counter_ns."""
+    """Return the seconds since a time of `time.perf_counter_ns`, as text."""
     return f"{(time.perf_counter_ns() - start_ns) / 1e9:.0f} s"

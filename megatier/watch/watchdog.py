@@ -1,13 +1,13 @@
-"""Watches a run: one in which nothing moves on says why, and stops with an error instead of hanging.
+"""Stops a run that makes no progress with an error that says why, so that it does not hang for ever.
 
-The watchdog looks, from a thread of its own, at what every queue and the gate are at while a pass is on, or while
-training waits for a checkpoint. While new files are filled, weights come, or a model is exported, it also looks at how
-many pieces are done. When all of that was the same for too long, it writes the state of every queue and thread to
-stderr and to a file, and raises StallError in the training thread. A thread that hangs inside the kernel or CUDA cannot
-be woken, and keeps the run from closing. The process ends without it then.
+The watchdog has a thread of its own. During a pass, or while training waits for a checkpoint, it looks at the state of
+every queue and of the gate. While new files are filled, weights are loaded or a model is exported, it also looks at how
+many pieces are done. If nothing has changed for too long, it writes the state of all queues and threads to stderr and
+to a file, and raises StallError in the training thread. A thread that hangs inside the kernel or CUDA cannot be woken,
+and would keep the run from closing, so then the process exits without it.
 
-It acts late rather than wrongly. Everything else between passes may take as long as it likes, and so may a process that
-was stopped. It cannot see a thread that never lets go of the interpreter.
+The watchdog would rather act late than wrongly. Other work between passes may take any time, and so may a process that
+was stopped by a signal. A thread that never releases the GIL goes unseen.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ from megatier.watch.stall_report import describe_stall
 from megatier.watch.stall_timer import StallTimer
 
 LOOK_S_MAX = 1.0
-"""Seconds between two looks, at most."""
+"""Most seconds between two looks."""
 LOOKS_MIN = 20
-"""Looks before the shortest stall, because threads that share few cores take turns meanwhile."""
+"""Fewest looks before anything counts as a stall, because threads that share few cores have to take turns."""
 GRACE_S = 60.0
-"""Seconds for writing the report, and for closing the run after it."""
+"""Seconds that the run has to write the report, and once more to close."""
 SIGNAL = signal.SIGURG
-"""Wakes the training thread if it waits in Python or for a native batch. It is ignored if nobody handles it."""
+"""Wakes the training thread if it waits in Python or for a native batch. By default the system ignores it."""
 EXIT_ERROR = 2
-"""The exit status of the command for every error of ours."""
+"""Exit status of the command for every error of megatier."""
 
 
 def _count_nothing() -> int:
-    """Return 0: queues count all work."""
+    """Return 0, for work that the queues count."""
     return 0
 
 
 class Watchdog:
-    """Watches passes, and what moves bytes before and after them.
+    """Watches passes, and the work that moves bytes before and after them.
 
-    Use it as a context around all that has to close after a stall, in the thread that trains.
+    Enter it in the training thread, around everything that has to close after a stall.
     """
 
     def __init__(self, path: Path, least_s: float, expected_s: float) -> None:
-        """Prepare; nothing is watched before it is entered.
+        """Prepare. Nothing is watched before this is entered.
 
         Args:
-            path: the file that the report goes to.
-            least_s: seconds without progress before which it does not act; 0: it never does.
-            expected_s: seconds of a step as predicted; 0: not known.
+            path: the file for the report.
+            least_s: seconds that a stall lasts at least; 0: the watchdog is off.
+            expected_s: predicted seconds of a step; 0: not known.
         """
         self._path = path
         self._stall_timer = StallTimer(least_s, expected_s)
 
-        # The time between looks is 0 if the watchdog never acts. Then no thread is started and no signal is caught.
+        # This is 0 if the watchdog is off. Then no thread is started and no signal is caught.
         self._look_s = min(LOOK_S_MAX, least_s / LOOKS_MIN)
         self._player: Player | None = None
         self._done: Callable[[], int | None] = _count_nothing
         self._error: StallError | None = None
         self._lock = threading.Lock()
-        """Held while a pass begins or ends, and from the decision that one hangs until its thread was told."""
+        """Held while a pass begins or ends, and from the decision that one hangs until the training thread was told."""
         self._closed = _native.Latch()
         self._thread = threading.Thread(target=self._run, name="megatier-watchdog", daemon=True)
         is_main = threading.current_thread() is threading.main_thread()
@@ -94,14 +94,14 @@ class Watchdog:
 
     @contextmanager
     def watch(self, player: Player, done: Callable[[], int | None] = _count_nothing) -> Iterator[None]:
-        """Watch a pass, or other work, in which something has to move on until this ends.
+        """Watch a pass, or other work, until this context ends.
 
         Args:
             player: the run's player.
-            done: tells how many pieces of work are done that no queue counts; None: nothing has to move on yet.
+            done: returns how many pieces of work that no queue counts are done; None: no progress is due yet.
 
         Raises:
-            StallError: nothing did.
+            StallError: there was no progress for too long.
         """
         with self._lock:
             self._player = player
@@ -113,15 +113,15 @@ class Watchdog:
                 self._player = None
 
     def expect(self, seconds: float) -> None:
-        """Take note that a step is now predicted to take so long."""
+        """Set the predicted seconds of a step."""
         with self._lock:
             self._stall_timer.expected_s = seconds
 
-    # ------------------------------------------------------------------ its thread
+    # ------------------------------------------------------------------ on the watchdog's thread
 
     def _run(self) -> None:
         """Look until the watchdog is closed or a pass hangs."""
-        # Counted in looks, not by a clock: a process that was stopped had no chance to move on.
+        # Time is counted in looks and not by a clock, because a process that is stopped makes no progress.
         while not self._closed.wait(self._look_s):
             with self._lock:
                 player = self._player
@@ -130,18 +130,18 @@ class Watchdog:
                     continue
                 self._stop(player)
 
-            # The run closes now if its threads can end. If it has not closed in time, one of them hangs for good.
+            # The run closes now. If it has not closed in time, one of its threads hangs for good.
             if not self._closed.wait(GRACE_S):
                 self._exit()
             return
 
     def _look(self, player: Player) -> object:
-        """Return a value that differs from the one before as soon as something has moved on; None: nothing has to."""
+        """Return a value that changes as soon as there is progress; None: no progress is due."""
         done = call_safely(self._done)
         return None if done is None else (done, call_safely(partial(read_progress, player)))
 
     def _stop(self, player: Player) -> None:
-        """Write the report, and raise the error in the training thread if that can be reached."""
+        """Write the report, and raise the error in the training thread if signals reach it."""
         # The error is set before the signal is sent, because the handler raises it.
         self._error = StallError(self._stall_timer.quiet_s, str(self._path))
         # Neither the terminal nor the drive can be relied on now, so each is written to on a thread of its own.
@@ -152,26 +152,26 @@ class Watchdog:
             signal.pthread_kill(self._trainer, SIGNAL)
 
     def _report(self, player: Player) -> str:
-        """Return the report, or why there is none."""
+        """Return the report, or the traceback if it cannot be made."""
         try:
             return describe_stall(player, self._stall_timer.quiet_s)
         except Exception:  # noqa: BLE001 - whatever is wrong with the report, the run has to end
             return f"megatier: {self._error} Its report could not be made:\n{traceback.format_exc()}"
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Raise the error; Python calls this in the main thread, which trains."""
-        # The signal may be somebody else's.
+        """Raise the error. Python calls this in the main thread, which is the training thread."""
+        # Somebody else may have sent this signal.
         if self._error is not None:
             raise self._error
 
     def _exit(self) -> None:
-        """End the process without closing the run."""
+        """Exit the process without closing the run."""
         words = (
             f"megatier: error: {self._error} What hangs did not let the run close within {GRACE_S:.0f} s, so the "
             "process ends. Its block files (megatier-<run id> on each mount of tiers.nvme) stay until `megatier "
             "resume` takes them over or `megatier clean` removes them.\n"
         )
-        # A process without a terminal may have None for either.
+        # Either stream may be None in a process without a terminal.
         write_or_give_up(lambda: sys.stdout.flush())
         write_or_give_up(lambda: sys.stderr.write(words))
         # Not `sys.exit`, which would wait for the threads that hang.
@@ -179,9 +179,9 @@ class Watchdog:
 
 
 def write_or_give_up(write: Callable[[], object]) -> None:
-    """Write on a thread of its own, which is given up if the drive, or the reader of the pipe, hangs.
+    """Write on a new thread, and give that thread up if the drive or the reader of a pipe hangs.
 
-    No error comes of it: the run has to end, even if there is no stream, no memory and no thread to write with.
+    Errors are ignored, because the run has to end even if nothing can be written.
     """
 
     def run() -> None:
@@ -195,7 +195,7 @@ def write_or_give_up(write: Callable[[], object]) -> None:
 
 
 def call_safely(look: Callable[[], object]) -> object:
-    """Return what a look gives, or the name of its error: the watchdog goes on, and sees nothing move there."""
+    """Return the result of a function, or the name of its error, so that the watchdog keeps looking."""
     try:
         return look()
     except Exception as error:  # noqa: BLE001 - without the watchdog a run that hangs would hang for ever
@@ -203,10 +203,10 @@ def call_safely(look: Callable[[], object]) -> object:
 
 
 def read_progress(player: Player) -> object:
-    """Return a value that differs from the one before as soon as a queue, an update or compute has moved on."""
+    """Return a value that changes as soon as a queue, an update or compute makes progress."""
     counts = []
     for queue in player.queues:
         state = queue.state()
-        # Both counts matter: a queue may begin nothing for long while its copies end one after the other.
+        # A queue may begin nothing for a long time while its copies end one after the other, so both counts matter.
         counts.append((state.num_begun, len(state.in_flight)))
     return len(player.accesses), player.gate.count, counts

@@ -1,4 +1,4 @@
-"""A count of pieces of work that no queue counts."""
+"""Counts work that no queue counts, so that the watchdog sees it go on: files that are filled, files of an export."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ R = TypeVar("R")
 
 
 class WorkCount:
-    """Counts the pieces of some work in any thread. One count that is lost among many does no harm."""
+    """A count of finished calls, from any thread. It has no lock: a count that is lost among many does no harm."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Begin at 0."""
         self.count = 0
 
     def counting(self, work: Callable[P, R]) -> Callable[P, R]:
-        """Return work of which each call counts when it is over."""
+        """Return the same function, which also counts each call that has ended."""
 
         def counted(*args: P.args, **kwargs: P.kwargs) -> R:
             result = work(*args, **kwargs)
@@ -28,5 +28,5 @@ class WorkCount:
 
     @property
     def begun(self) -> int | None:
-        """The count; None before the first piece."""
+        """The count; None before the first call has ended."""
         return self.count or None
