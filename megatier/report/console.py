@@ -1,7 +1,7 @@
-"""Prints for a run, and drops what nobody takes.
+"""The console of a run. It drops output that cannot be written at once.
 
-So a run neither ends nor waits because of its reader, which may be a pipe that is closed or full, a terminal that is
-gone, or a file on a full drive. `metrics.jsonl` has every figure anyway.
+So a run neither ends nor waits because of a pipe that is closed or full, a terminal that is gone, or a file on a full
+drive. `metrics.jsonl` has every figure anyway.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class NonBlockingStream(io.TextIOBase):
-    """A stream that writes to another one's descriptor, as far as that takes it at once.
+    """A stream that writes to the descriptor of another one without waiting, and drops the rest.
 
-    It has no buffer. A buffer would hold on to what is dropped, and would refuse a signal's handler that prints while a
+    It has no buffer. A buffer would keep what is dropped, and would refuse a signal handler that prints while another
     print is under way.
     """
 
     encoding = "utf-8"
-    """The other stream's encoding; rich draws with characters that it has."""
+    """Encoding of the other stream. rich draws with the characters that it has."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Write to a stream's descriptor.
+        """Wrap a stream.
 
         Raises:
-            OSError: it has none.
-            ValueError: it is closed.
+            OSError: the stream has no descriptor.
+            ValueError: the stream is closed.
         """
         self._descriptor = stream.fileno()
         self.encoding = stream.encoding
@@ -46,14 +46,14 @@ class NonBlockingStream(io.TextIOBase):
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Return whether a person looks at it."""
+        """Return whether the other stream is a terminal."""
         return os.isatty(self._descriptor)
 
     def write(self, text: str, /) -> int:
-        """Write as much as is taken at once, and drop the rest; return the length of the text."""
+        """Write as much as possible without waiting, and drop the rest; return the length of the text."""
         rest = text.encode(self.encoding, "replace")
         with contextlib.suppress(OSError):
-            # A pipe that can be written to takes PIPE_BUF bytes without waiting, and a larger piece might wait.
+            # A pipe that is ready takes PIPE_BUF bytes without waiting. A larger write might wait.
             while rest and self._poll.poll(0):
                 rest = rest[os.write(self._descriptor, rest[: select.PIPE_BUF]) :]
         return len(text)
@@ -64,22 +64,22 @@ def run_console() -> Console:
     try:
         return Console(file=cast(TextIO, NonBlockingStream(sys.stdout)))
     except (OSError, ValueError, AttributeError):
-        # Python code captures stdout, which has no descriptor then, or the caller has closed it, so that it is None.
+        # stdout has no descriptor while Python code captures it, and is None if the caller has closed it.
         return Console()
 
 
 def console_of(ranks: Ranks | None, console: Console) -> Console:
-    """Return the console of a run, which is silent on all ranks but the first."""
+    """Return the console on the first rank, and a silent one on all others."""
     return console if ranks is None or ranks.rank == 0 else Console(quiet=True)
 
 
 def say(console: Console, words: str) -> None:
-    """Print a line as it is, however long it is and whatever brackets it has."""
+    """Print a line without wrapping it or reading its brackets as markup."""
     console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 def announce(console: Console, words: str) -> None:
-    """Say something before libraries are loaded that take seconds. The first rank alone does."""
-    # By torchrun's own variable: ranks join only when the libraries are there.
+    """Say on the first rank that libraries are being loaded, which takes seconds."""
+    # The rank comes from torchrun's variable, since the ranks join once the libraries are loaded.
     if os.environ.get("RANK", "0") == "0":
         say(console, words)

@@ -1,8 +1,8 @@
-"""The origin of a run: what it reads of its model and tokenizer whenever it begins or is resumed, but for the weights.
+"""The origin of a run: what identifies its model and tokenizer, apart from the weights.
 
-A checkpoint has the weights. The config, the buffers and the tokenizer come from their folders each time, and so does
-the base of adapters. If one of them is another one now, every number changes from there on, though every file of the
-run is whole. So the run notes what they were, and they are compared when it is resumed.
+A checkpoint has the weights. Config, buffers, tokenizer and the base of adapters are read from their own folders each
+time. If one of them has changed, every number of the run changes, although all files of the run are whole. So a run
+saves its origin, and a resume or an export compares it.
 """
 
 from __future__ import annotations
@@ -27,31 +27,29 @@ from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_input, re
 from megatier.models.location import CONFIG_FILE, resolve
 
 COMPUTED = "computed buffer"
-"""Begins the name of a buffer that no file holds, because a constructor computes it with the kernels of this
-machine."""
+"""Prefix for a buffer that is in no file, because a constructor computes it with the kernels of this machine."""
 LIBRARY = "library of images"
-"""Begins the name of a library that makes pixels: another version may make others of the same image."""
+"""Prefix for a library that makes pixels, since another version may make other pixels of the same image."""
 UNKNOWN_ORIGIN = (
     "{} was written by an older version: changes of config.json, buffers or tokenizer since then are not found"
 )
-"""The warning of a run or an export that goes on from a version without such a note."""
+"""The warning if a checkpoint has no origin."""
 TEXT_CHARACTERS_MAX = 100
-"""Characters of a value that is noted as it is; a longer one is noted by its checksum."""
+"""Longer values are replaced by their checksums."""
 UNREAD_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
-"""Settings of a model's config that no run reads: its name, and the classes and types that other programs load it
-with."""
+"""Settings of a model's config that no run reads: its name, and the classes and types for other programs."""
 
 Origin = dict[str, str]
-"""Values as JSON, or checksums, by names such as "tokenizer.json of the tokenizer"."""
+"""Values as JSON or checksums, under names such as "tokenizer.json of the tokenizer"."""
 
 
 def read_origin(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Origin:
-    """Return the origin of a run's model and tokenizer, but for the weights.
+    """Return the origin of a run's model and tokenizer.
 
     Args:
         config: the run.
-        model: as `open_model` gives it, before a step.
-        tokenizer: as `load_tokenizer` gives it.
+        model: the skeleton from `open_model`, before the first step.
+        tokenizer: the tokenizer from `load_tokenizer`.
 
     Raises:
         ConfigError, UnsupportedModelError, DataError: a file cannot be read.
@@ -66,16 +64,16 @@ def read_origin(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrained
 
 
 def find_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the parts that differ now, each with both values.
+    """Return a line for each part that differs, with both values.
 
     Args:
-        before: the origin that was noted; if it is empty, nothing is compared.
+        before: the saved origin; if it is empty, nothing is compared.
         now: the origin now.
     """
     if not before:
         return []
     found: list[str] = []
-    # Sorted, since a set of strings has another order in each process.
+    # A set of strings has another order in each process.
     for name in sorted({*before, *now}):
         was = before.get(name, "missing")
         is_now = now.get(name, "missing")
@@ -85,18 +83,18 @@ def find_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
 
 
 def keep_exported(origin: Mapping[str, str]) -> Origin:
-    """Return the part of an origin that an export writes: computed buffers and libraries are in no file."""
+    """Return the part of an origin that an export writes. Computed buffers and libraries are in no file."""
     return {name: value for name, value in origin.items() if not name.startswith((COMPUTED, LIBRARY))}
 
 
 def check_origin(changes: Sequence[str], config: RunConfig, accepted: Container[str] = (), remedy: str = "") -> None:
-    """Refuse another model or tokenizer.
+    """Refuse a model or tokenizer that has changed.
 
     Args:
-        changes: those that `find_changes` returned.
-        config: says where model and tokenizer come from.
-        accepted: changes that are no reason to refuse.
-        remedy: what else to do than to bring the old files back.
+        changes: the changes from `find_changes`.
+        config: names the folders of model and tokenizer.
+        accepted: changes that are allowed.
+        remedy: a second remedy, beside bringing the old files back.
 
     Raises:
         ConfigError: names each change that is not accepted.
@@ -116,18 +114,18 @@ def _read_settings(config: RunConfig) -> Origin:
     path = resolve(config.model.path, weights=False) / CONFIG_FILE
     settings = read_object(path, SETTINGS_BYTES_MAX, UnsupportedModelError)
 
-    # One entry a setting, so that a message names what has changed, and not the whole file.
+    # Each setting has an entry, so that a message can name what has changed.
     return {f"{CONFIG_FILE} of the model: {name}": _format_value(value) for name, value in _flatten(settings)}
 
 
 def _read_base(config: RunConfig, model: PreTrainedModel) -> Origin:
-    """Return the files of the base of adapters, and the settings of a given adapter: no checkpoint has them."""
+    """Return the files of the base of adapters, and the settings of a given adapter, which no checkpoint has."""
     found = {f"{name} of the base": file for name, file in noted_identity(model).items()}
     adapters = config.model.adapters
     if adapters is None or adapters.adapter is None:
         return found
 
-    # Rank, scale and targets of a given adapter are in its own file, and in no setting of the run.
+    # A given adapter has its rank, scale and targets in its own file, and not in the settings of the run.
     settings = read_settings(Path(adapters.adapter).expanduser())
     for name, value in settings.items():
         found[f"{name} of the adapter"] = _format_value(value)
@@ -145,7 +143,7 @@ def _flatten(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str
 
 def _format_value(value: object) -> str:
     """Return a value as JSON, or its checksum if it is long."""
-    # Keys are sorted, since another order of them in the file changes no number.
+    # Keys are sorted, because their order in the file changes no number.
     text = json.dumps(value, sort_keys=True)
     return text if len(text) <= TEXT_CHARACTERS_MAX else _hash(text.encode())
 
@@ -156,7 +154,7 @@ def _hash_buffers(model: PreTrainedModel) -> Origin:
     found = {}
     for name, buffer in model.named_buffers():
         kind = "buffer" if name in stored else COMPUTED
-        # As bytes: numpy has no bf16.
+        # numpy has no bf16, so the bytes are taken.
         flat = buffer.detach().cpu().contiguous().reshape(-1)
         content = flat.view(torch.uint8).numpy().tobytes()
         found[f"{kind} {name} of the model"] = _hash(content)
@@ -164,19 +162,19 @@ def _hash_buffers(model: PreTrainedModel) -> Origin:
 
 
 def _hash_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
-    """Return the tokenizer's files, and the chat template that the user gave, which may have come through a pipe."""
+    """Return the checksums of the tokenizer's files, and that of a chat template that the user gave."""
     found = {}
     for path in tokenizer_files(config, tokenizer):
-        # The model's own config is noted by its settings. One in another folder may choose the tokenizer's class.
+        # The model's own config is compared by its settings. One in another folder may choose the tokenizer's class.
         if path.name == CONFIG_FILE and config.data.tokenizer is None:
             continue
 
-        # A tokenizer has some of these files, and which of them is a part of what is compared.
+        # No tokenizer has all of these files. A file that appears or disappears is a change too.
         with contextlib.suppress(FileNotFoundError):
             content = read_input(path, TABLE_BYTES_MAX, DataError)
             found[f"{path.name} of the tokenizer"] = _hash(content)
 
-    # Taken from the tokenizer, since a pipe gives its bytes once.
+    # The template is taken from the tokenizer, because it may have come through a pipe, which is read once.
     if config.data.chat_template is not None:
         found["data.chat_template"] = _hash(json.dumps(tokenizer.chat_template).encode())
     return found
@@ -186,7 +184,7 @@ def _list_versions(config: RunConfig) -> Origin:
     """Return the versions of the libraries that make pixels, if images are read."""
     found = {}
     for name in ("pillow", "torchvision") if config.data.images else ():
-        # Processors take torchvision's functions where it is installed.
+        # Processors use torchvision where it is installed.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[f"{LIBRARY} {name}"] = importlib.metadata.version(name)
     return found

@@ -1,7 +1,7 @@
-"""Finds where a run trains on from: its last savepoint, its last checkpoint, or its beginning.
+"""Finds the point that a run starts from: its last savepoint, its last checkpoint, or its beginning.
 
-A run that is resumed is compared with the one that was saved. Another numeric choice, text, model or tokenizer would
-change its numbers without a word, so each of them is refused by name unless the user accepts it.
+A run that is resumed is compared with what was saved. Another numeric choice, text, model or tokenizer would silently
+change its numbers, so each change is refused by name unless the user accepts it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatier.setup.setup import Setup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """The point from which a run trains on."""
+    """The point that a run starts from."""
 
     directory: Path
     """The run directory."""
@@ -48,16 +48,16 @@ class Start:
     savepoint: Savepoint | None
     """The savepoint, if the run has one that is newer than the last checkpoint."""
     state: RunState | None
-    """The state of whichever is newer; None: the run begins."""
+    """The saved state of the savepoint or checkpoint; None: the run begins."""
     accepts_changes: bool
-    """Whether the user accepts that the run's numbers change from here on."""
+    """Whether the user accepts changes that alter the numbers of the run."""
 
     @classmethod
     def of(cls, directory: Path, *, accepts_changes: bool) -> Self:
-        """Find the point from which the run in a directory trains on.
+        """Find the point that the run in a directory starts from.
 
         Raises:
-            CheckpointError, SavepointError: what was saved last is damaged, or not there.
+            CheckpointError, SavepointError: what was saved last is damaged or missing.
         """
         checkpoint = last_checkpoint(directory / CHECKPOINT_FOLDER)
         savepoint = Savepoint.last(directory)
@@ -65,7 +65,7 @@ class Start:
         if checkpoint is None and savepoint is None:
             _check_never_saved(directory)
 
-        # There is one only if it is newer than the last checkpoint (`Savepoint.last`).
+        # `Savepoint.last` returns a savepoint only if it is newer than the last checkpoint.
         if savepoint is not None:
             state = savepoint.state
         elif checkpoint is not None:
@@ -80,17 +80,17 @@ class Start:
 
     @property
     def step(self) -> int:
-        """The last step that was saved; 0 if the run begins."""
+        """Number of the last saved step; 0 if the run begins."""
         return 0 if self.state is None else self.state.step
 
     def is_done(self, train: TrainConfig) -> bool:
-        """Return whether no step is left to do, so that only the export may be missing."""
+        """Return whether no step is left to take, so that at most the export is missing."""
         if self.state is None:
             return False
         return self.step == train.steps or self.state.best.is_over(train.early_stopping_patience)
 
     def check_evaluations(self, config: RunConfig) -> None:
-        """Refuse a run that its evaluations have ended, unless its export is left; or one whose best model is gone.
+        """Refuse a run that early stopping has ended and that needs no export, or whose best checkpoint is missing.
 
         Raises:
             ConfigError: the run is over.
@@ -106,7 +106,7 @@ class Start:
                 "train.early_stopping_patience, or set it to null."
             )
 
-        # What was saved last has the best weights itself, and no step changes them any more.
+        # Here the last save has the best weights itself, and no step will change them.
         if not config.output.load_best_model_at_end or best.step is None or (is_done and best.step == self.step):
             return
         path = step_path(self.directory / CHECKPOINT_FOLDER, best.step)
@@ -125,7 +125,7 @@ class Start:
         if self.state is None:
             return check_numbers(self.directory / NUMBERS_FILE, setup.config, accepts_changes=self.accepts_changes)
 
-        # What was saved counts, and not how the run began: a change that was accepted before the save is none any more.
+        # The comparison is with the last save and not with the beginning, since changes before it were accepted.
         changes = self.state.changes(setup.config, setup.machine.device)
         if changes:
             self.state.check(changes, changes if self.accepts_changes else self._accepted_before)
@@ -138,7 +138,7 @@ class Start:
             ConfigError: there are some that the user has not accepted.
         """
         if self.state is None:
-            # The run was killed before its first save, and what it noted as it began is all there is.
+            # The run was killed before its first save, so all that is known is what it noted when it began.
             before = read_noted_origin(self.directory / NUMBERS_FILE)
             source = str(self.directory)
         else:
@@ -154,9 +154,9 @@ class Start:
 
     @property
     def _accepted_before(self) -> set[str]:
-        """Changes that the user accepted before, after the same step.
+        """Changes that the user has accepted earlier for a resume from the same step.
 
-        The process that was told so may have been killed before its first checkpoint. They need no second acceptance.
+        That process may have been killed before its first checkpoint. The user need not accept them again.
         """
         accepted: set[str] = set()
         for opening in read_what_there_is(self.directory / METRICS_FILE).openings:
@@ -165,15 +165,15 @@ class Start:
         return accepted
 
     def fill(self, session: Session, reader: WeightReader, console: Console) -> None:
-        """Fill the whole state of a session, and say from where and how long it took.
+        """Fill the whole state of a session, and say where it came from and how long it took.
 
         Args:
-            session: sealed.
-            reader: gives the first weights of a run that begins.
+            session: with its memory allocated.
+            reader: reads the first weights of a run that begins.
             console: what a person sees.
 
         Raises:
-            CheckpointError, SavepointError, TransferError: what was saved is damaged, or a drive failed.
+            CheckpointError, SavepointError, TransferError: the saved state is damaged, or a drive failed.
         """
         began = time.perf_counter()
         what = "weights"
@@ -184,12 +184,12 @@ class Start:
                 say(console, UNBOUND.format(self.checkpoint.name))
             what = f"{self.checkpoint.name}: weights and moments"
 
-        # A checkpoint has no base, so the weights that the run began with are laid first.
+        # A checkpoint leaves out the frozen base of adapters, so the first weights are loaded below it.
         has_base = any(unit.layout.has_base for unit in session.own_units)
         loads = self.savepoint is None and (self.checkpoint is None or has_base)
         num_elements = sum(unit.layout.num_elements for unit in session.own_units)
 
-        # Each element is filled twice then, and the bar counts elements.
+        # The bar counts elements, and each of them is filled twice in that case.
         rounds = 2 if loads and self.checkpoint is not None else 1
         with WorkBar(console, f"{what} of parameters", rounds * num_elements, format_count) as work:
 
@@ -203,7 +203,7 @@ class Start:
             elif self.checkpoint is not None:
                 restore(session, self.checkpoint, advance)
 
-        # Which modules run in tiles was found out with other weights, and has to stay as it was.
+        # The choice of modules that run in tiles was made with other weights, and has to stay.
         if self.state is not None:
             session.engine.model.take_tiles(self.state.tiles)
         seconds = time.perf_counter() - began
@@ -211,12 +211,12 @@ class Start:
 
 
 def _check_never_saved(directory: Path) -> None:
-    """Refuse to begin a run again whose checkpoints have an empty folder: perhaps their drive is not mounted.
+    """Refuse to begin a run anew if its folder of checkpoints is empty, since their drive may not be mounted.
 
     Raises:
-        CheckpointError: the run has records of a checkpoint.
+        CheckpointError: the records of the run say that there was a checkpoint.
     """
-    # Whoever removes the folder itself wants the run to begin again. A link may lead to the drive.
+    # A user who removes the folder itself wants the run to begin anew. A link may lead to the drive.
     folder = directory / CHECKPOINT_FOLDER
     if not (folder.is_symlink() or folder.is_dir()):
         return

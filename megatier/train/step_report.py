@@ -1,4 +1,7 @@
-"""Reports a step: what this rank measured of it, and what the other ranks tell of it."""
+"""Makes the report and the record of a step, from what this rank measured and what the other ranks send.
+
+`loop` calls it after each step, on the training thread of every rank.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +39,16 @@ OUTCOMES = {"confirmed": "kept", "void": "void", None: None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """When a step came to its ends on this rank, in nanoseconds of `time.perf_counter_ns`, and where its time went."""
+    """When a step began and ended on this rank, in nanoseconds of `time.perf_counter_ns`, and where its time went."""
 
     began_ns: int
-    """Before its text was read."""
+    """The time before its text was read."""
     read_ns: int
-    """After that."""
+    """The time after its text was read."""
     ended_ns: int
-    """When its loss was read."""
+    """The time when its loss was read."""
     spent: Account
-    """Where the time between the two ends went."""
+    """What the time from `began_ns` to `ended_ns` was spent on."""
     busy_seconds: ByName
     """Seconds that each lane was busy."""
 
@@ -62,17 +65,17 @@ class StepTimes:
 
     @property
     def seconds(self) -> float:
-        """The time of the step, but for torch's compiler: it works in a process's first steps alone."""
+        """Seconds of the step without those of torch's compiler, which works in the first steps alone."""
         return (self.ended_ns - self.began_ns) / 1e9 - self.spent.compile_seconds
 
     @property
     def host_busy_seconds(self) -> float:
-        """The time in which the host worked, from the text to the end, but for its waits (`rest`)."""
+        """Seconds in which the host worked after the text was read, without its waits (`host_wait`)."""
         return (self.ended_ns - self.read_ns - HOST_WAIT.ns) / 1e9
 
 
 class StepReports:
-    """Makes the reports of a run's steps, and tells at its end what moved. All ranks call it alike."""
+    """Makes the reports of a run's steps. All ranks have to make the same calls."""
 
     def __init__(self, session: Session) -> None:
         """Begin before the first step of this process.
@@ -86,13 +89,13 @@ class StepReports:
         self._device = session.engine.options.device
         self._hosts = self._all_ranks.all_gather_object(platform.node())
         self.tokens_seen = 0
-        """Tokens of all steps so far, those of earlier processes included."""
+        """Tokens of all steps so far, including those of earlier processes."""
         self.images_seen = 0
-        """Images of all steps so far, likewise."""
+        """Images of all steps so far, including those of earlier processes."""
         self._compile_seconds = 0.0
         """Seconds in which steps of this process waited for the compiler."""
 
-        # Loading has moved bytes too, but no placement demanded those of a step.
+        # Loading has moved bytes too, and these belong to no step.
         self._moved_before = session.store.moved_bytes.copy()
 
     def report_step(
@@ -110,9 +113,9 @@ class StepReports:
             step: its number.
             rate: its learning rate.
             groups: its tokens.
-            result: what the engine says of it.
-            times: when it began and ended here.
-            forecast: the step as it was planned; None: it was not.
+            result: what the engine returned.
+            times: when the step began and ended on this rank.
+            forecast: the planned step; None: there is no plan.
         """
         spent = times.spent
         self._compile_seconds += spent.compile_seconds
@@ -120,7 +123,7 @@ class StepReports:
 
         slowest = self._find_slowest(result.own_seconds)
         slowest_busy = {}
-        # The lanes of the first rank are in the report already.
+        # The report has the lanes of the first rank anyway.
         if slowest is not None and slowest.rank:
             slowest_busy = others[slowest.rank - 1]["busy_seconds"]
 
@@ -145,7 +148,7 @@ class StepReports:
         )
         self.tokens_seen += round(report.tokens)
         self.images_seen += round(report.images or 0)
-        # After the counts, which are among the figures.
+        # The figures contain the counts above, so they come after them.
         figures = self._make_figures(report, result)
         return report, {**figures, **memory_by_name, "other_ranks": others}
 

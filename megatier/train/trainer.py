@@ -87,27 +87,27 @@ def train(
     resumes: bool = False,
     accepts_changes: bool = False,
 ) -> None:
-    """Train as the config says. If the machine was measured, the planner chooses the settings that nobody gave.
+    """Train as the config says. If the machine was measured, the planner chooses the settings that are not given.
 
-    Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, checkpoints/, savepoints/, model/ (the export); by
-    option trace.json and tensorboard/. `output.push_to_hub` uploads the export. SIGINT, SIGTERM and SIGHUP let the step
-    end and write a checkpoint; the second one ends the run at once.
+    The run writes into `output.directory`: config.yaml, metrics.jsonl, data/, checkpoints/, savepoints/, and the export
+    in model/; trace.json and tensorboard/ if settings ask for them. `output.push_to_hub` uploads the export. After
+    SIGINT, SIGTERM or SIGHUP the step ends and a checkpoint is written; a second signal ends the run at once.
 
     Args:
         config: the run.
         console: what a person sees.
         given: dotted names of the settings that stay as they are (`config.file.load_given`).
-        resumes: go on with the run in `output.directory` from its last checkpoint or savepoint, or from its beginning
-            if it has none. So does every run that `torchrun --max-restarts` starts again.
-        accepts_changes: go on although numeric choices, text or libraries are not those of the checkpoint.
+        resumes: resume the run in `output.directory` from its last checkpoint or savepoint, or from its beginning if it
+            has none. A run that `torchrun --max-restarts` starts again is always resumed.
+        accepts_changes: resume although numeric choices, text or libraries differ from those of the checkpoint.
 
     Raises:
         MegatierError: before training where possible; the message says what to change.
     """
-    # A tracker that is missing fails here, before minutes of planning.
+    # A tracker that is not installed fails here, before minutes of planning.
     trackers = load_trackers(config.output)
 
-    # By torchrun's own variable, since no rank has joined yet.
+    # The rank comes from torchrun's variable, since the ranks join later.
     if config.output.push_to_hub is not None and os.environ.get("RANK", "0") == "0":
         check_login(console, "output.push_to_hub")
     make_repeatable(config)
@@ -122,8 +122,8 @@ def train(
             resumes = True
         config = replace(config, train=config.train.bounded(steps_given="train.steps" in given))
 
-        # Planning, the tokenizer and the notes of the origin read the model's files one after the other. If one of them
-        # is replaced meanwhile, the run is refused.
+        # Planner, tokenizer and origin read the model's files one after the other. If a file is replaced meanwhile, the
+        # run is refused.
         with one_version():
             machine = _describe_machine(config, device, ranks, resumes=resumes)
             setup, reader, expected = plan_setup(config, given, machine, ranks, console)
@@ -135,7 +135,7 @@ def train(
             write_numbers(run.directory.path / NUMBERS_FILE, setup.config, sources.origin)
         outcome = _take_steps(run, sources, reader, trackers)
 
-    # Last, when memory and drives are free again, since a large model takes long.
+    # This comes last, because a large model takes long to upload and memory and drives are free by now.
     repository = config.output.push_to_hub
     if repository is not None and outcome != "stopped" and run.writes:
         upload(run.console, run.directory.path / MODEL_FOLDER, repository, private=config.output.hub_private_repo)
@@ -192,8 +192,8 @@ def _take_steps(run: BegunRun, sources: Sources, reader: WeightReader, trackers:
 
 
 def _describe_machine(config: RunConfig, device: torch.device, ranks: Ranks | None, *, resumes: bool) -> Machine:
-    """Return the machine that runs. Block files of this run that a kill has left count as free there."""
-    # The run takes their place. All ranks have to agree on it, and the first one alone reads the directory.
+    """Return the machine that runs. Block files that this run has left there after a kill count as free space."""
+    # The run reuses their space. All ranks have to agree on it, so the first one reads the directory for all.
     all_ranks = ranks or SingleRank()
     directory = Path(config.output.directory)
     left_id = None
@@ -203,33 +203,33 @@ def _describe_machine(config: RunConfig, device: torch.device, ranks: Ranks | No
 
 
 def _write_changes(run: BegunRun, config: RunConfig, origin: Origin) -> None:
-    """Write what is known of a run only now, or changes only now, when nothing refuses it any more.
+    """Write the final config and origin of a run, once nothing can refuse it any more.
 
     Args:
         run: the run.
-        config: its config, with the steps that epochs take.
-        origin: what its model and tokenizer were made of.
+        config: its config, with epochs converted to steps.
+        origin: what identifies its model and tokenizer.
     """
     counts_epochs = run.setup.config.train.epochs is not None
     if not (run.resumes or counts_epochs):
         return
     assert run.directory.own is not None
 
-    # Before the new config replaces the one that names the old mounts.
+    # This has to come before the config is replaced, since the old one names the old mounts.
     _remove_moved_blocks(run, config)
     write_numbers(run.directory.path / NUMBERS_FILE, config, origin)
     run.directory.own.write_config(config)
 
 
 def _remove_moved_blocks(run: BegunRun, config: RunConfig) -> None:
-    """Remove what a kill left on mounts that the run had before and has no more, and say so.
+    """Remove block files that a kill has left on mounts which the run no longer uses, and say so.
 
-    Nothing else would find these files, and they are as large as the state that lay there.
+    Nothing else would find these files, which are as large as the state that lay there.
     """
     before = config_file.load_saved(run.directory.path / CONFIG_FILE).tiers.mounts
     present = [mount.directory.resolve() for mount in config.tiers.mounts]
     for mount in before:
-        # The drive of a mount may be gone, and its files with it.
+        # The drive of a mount may have been removed, and its files with it.
         if mount.directory.resolve() in present or not mount.directory.is_dir():
             continue
         for leftover in find_leftovers(mount.directory, remove=True, run_id=run.directory.run_id):
@@ -240,7 +240,7 @@ def _remove_moved_blocks(run: BegunRun, config: RunConfig) -> None:
 
 
 def _open_sources(run: BegunRun) -> Sources:
-    """Open tokenizer or processor, and refuse a model or tokenizer that the run cannot be trained with.
+    """Open the tokenizer or processor, and refuse a model or tokenizer that the run cannot use.
 
     Raises:
         ConfigError, DataError, UnsupportedModelError: names what to change.
@@ -265,7 +265,7 @@ def _open_sources(run: BegunRun) -> Sources:
 
 
 def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that has tokens which the model does not have.
+    """Refuse a tokenizer with ids beyond the vocabulary of the model.
 
     Raises:
         ConfigError: names what to change.
@@ -273,7 +273,7 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     needed = vocabulary_size(tokenizer)
     size = model.config.get_text_config().vocab_size
 
-    # Fewer are usual, since models round the size of their vocabulary up.
+    # Smaller tokenizers are common, since models round the size of their vocabulary up.
     if needed > size:
         raise ConfigError(
             f"the tokenizer has tokens up to {needed - 1}, the model's vocab_size is {size}. Raise "
@@ -282,13 +282,13 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def _open_session(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) -> tuple[Session, SharedText]:
-    """Open session and text, and allocate all memory and files, and tell how far that is.
+    """Open the session and the text, and allocate all memory and files, with a progress bar.
 
-    The session takes the block files of a savepoint, if the run goes on from one, or new ones.
+    A run that is resumed from a savepoint reuses its block files. Any other run makes new ones.
     """
     config, directory, savepoint = run.setup.config, run.directory, run.start.savepoint
 
-    # A savepoint that is older than the last checkpoint is void from here on, because its block files are made anew.
+    # An older savepoint becomes void here, because its block files are replaced.
     if savepoint is not None:
         savepoint.check_ranks(run.ranks)
     elif run.writes:
@@ -300,15 +300,14 @@ def _open_session(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) ->
         reuses=savepoint is not None,
         run=str(directory.path),
         ranks=run.ranks,
-        # Images have any number of patches.
+        # The number of patches differs from image to image.
         any_shape=config.data.images,
     )
     run.stack.enter_context(session)
     if savepoint is not None:
         savepoint.check(session, config)
 
-    # The text is opened before memory and files are allocated, so that a run whose text is refused does not first fill
-    # them.
+    # The text is opened before memory and files are allocated, so that a text that is refused costs no time for that.
     text = None
     if run.writes:
         text = _open_text(run, tokens)
@@ -324,10 +323,10 @@ def _open_session(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) ->
 
 
 def _open_text(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) -> Text:
-    """Open the text that the run trains on: a stream from where the state says, or files with the state's tokens.
+    """Open the text that the run trains on. A stream continues at the position in the saved state.
 
     Raises:
-        DataError: the text is not that of the state, and the user has not accepted another one.
+        DataError: the text differs from that of the saved state, and the user has not accepted a change.
     """
     data = run.setup.config.data
     folder = run.directory.path / DATA_FOLDER
@@ -336,7 +335,7 @@ def _open_text(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) -> Te
         noted = None if state is None else state.text
         stream = TextStream(data, tokens, folder, noted, accepts_changes=accepts_changes)
 
-        # Put on the stack before the stream, and so called after it: only then has its thread left out the last record.
+        # This runs after the stream has closed, because its thread may leave out records until then.
         run.stack.callback(describe_left_out, run.console, stream)
         return run.stack.enter_context(stream)
 
@@ -353,7 +352,7 @@ def _open_text(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) -> Te
 
 
 def _check_held_out(config: RunConfig, text: Text) -> None:
-    """Refuse a text of which nothing is held out, if evaluations decide what becomes of the run.
+    """Refuse a text of which nothing is held out, if a setting depends on the held-out loss.
 
     Raises:
         DataError: names the settings.
@@ -369,14 +368,15 @@ def _check_held_out(config: RunConfig, text: Text) -> None:
 
 
 def _open_records(run: BegunRun, config: RunConfig, trackers: Mapping[str, Any]) -> Record:
-    """Open metrics.jsonl, and TensorBoard's files and trackers if they are wanted; return what writes figures to them.
-
-    The first rank alone writes them.
+    """Open metrics.jsonl, and TensorBoard's files and trackers if settings ask for them.
 
     Args:
         run: the run.
-        config: its config, with the steps that epochs take.
+        config: its config, with epochs converted to steps.
         trackers: the libraries of trackers, by name.
+
+    Returns:
+        A function that writes figures to all of them. On all ranks but the first it does nothing.
     """
     if not run.writes:
         return lambda figures: None
@@ -384,7 +384,7 @@ def _open_records(run: BegunRun, config: RunConfig, trackers: Mapping[str, Any])
     last_step = run.start.step
     log = stack.enter_context(MetricsLog(directory.path / METRICS_FILE))
 
-    # Steps after the last one that was saved come again, so their records go.
+    # Steps after the last saved one are repeated, so their records are removed.
     not_records, last_recorded = log.cut_after(last_step)
     for number in not_records:
         say(console, f"{METRICS_FILE}, line {number}: this is no record, perhaps because a kill cut it. It is dropped.")
@@ -422,7 +422,7 @@ def _finish(
     outcome: Outcome,
     last_step: int,
 ) -> None:
-    """Write the model of a run whose steps are done, or say how a run that was stopped goes on.
+    """Export the model of a run whose steps are done, or say how to resume a run that was stopped.
 
     Raises:
         ExportError: the model cannot be written.
@@ -432,7 +432,7 @@ def _finish(
         say(run.console, f"stopped; `megatier resume {directory}` goes on")
         return
 
-    # The savepoint is dropped last: if the export fails, the run goes on from it.
+    # The savepoint is dropped last, because the run is resumed from it if the export fails.
     if config.output.export:
         export_at_end(run.console, config, session, tokens, saves, last_step)
     drop_savepoint(session, directory / SAVEPOINT_FOLDER)
