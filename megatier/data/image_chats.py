@@ -29,7 +29,8 @@ from megatier.data.image_rows import ByteWriter, ImageRow, RowRange, RowWriter, 
 from megatier.data.processor import Processor, checksum_of, make_labels
 from megatier.data.records import BadRecords
 from megatier.data.shuffle import permute
-from megatier.data.token_note import TOKENS_NOTE_FILE, Content, describe_settings, read_contents, write_note
+from megatier.data.token_files import describe_settings
+from megatier.data.token_note import TOKENS_NOTE_FILE, Content, read_contents, write_note
 from megatier.errors import REMEDIES, DataError
 from megatier.files import create_file
 from megatier.workers import Task, Workers

@@ -30,8 +30,7 @@ from megatier.data.records import BadRecords
 from megatier.data.shards import find_shard_changes, list_shards
 from megatier.data.stream_position import Position
 from megatier.data.stream_reader import StreamReader
-from megatier.data.token_files import tokenise
-from megatier.data.token_note import describe_settings
+from megatier.data.token_files import describe_settings, tokenise
 from megatier.errors import CheckpointError, DataError
 from megatier.workers import Task, Workers
 

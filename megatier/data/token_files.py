@@ -5,6 +5,8 @@ This happens before a run begins. `packed_text` reads the files, and `token_note
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import zlib
 from collections.abc import Callable, Iterable
@@ -20,7 +22,7 @@ from megatier.config.data_section import DataConfig
 from megatier.data.holdout import split_documents
 from megatier.data.packer import FIRST_MARK, LEARNT_MARK, MARK_BITS, Packer
 from megatier.data.records import BadRecords
-from megatier.data.token_note import TOKENS_NOTE_FILE, Content, describe_settings, read_contents, write_note
+from megatier.data.token_note import TOKENS_NOTE_FILE, Content, read_contents, write_note
 from megatier.data.token_range import TokenRange
 from megatier.data.tokenizer import vocabulary_size
 from megatier.errors import REMEDIES, DataError
@@ -78,6 +80,24 @@ def tokenise(
         for name, content in zip(TOKEN_FILES, contents, strict=True)
     )
     return train, held_out, damaged
+
+
+def describe_settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return everything that the tokens follow from, but for the contents of files, as JSON."""
+    settings = dataclasses.asdict(config)
+    size = vocabulary_size(tokenizer)
+    settings["made_by"] = [type(tokenizer).__name__, tokenizer.name_or_path, size, tokenizer.eos_token_id]
+    settings["template"] = tokenizer.chat_template
+
+    # Versions that had no such settings left nothing out either, had no such bound, and read no images.
+    for name in ("skip_bad", "max_samples", "images", "max_patches"):
+        if not settings[name]:
+            del settings[name]
+
+    # Documents that are laid end to end give the same tokens for any length of a row.
+    if not config.is_apart:
+        settings["sequence_length"] = None
+    return json.dumps(settings, sort_keys=True)
 
 
 def _write_tokens(

@@ -6,7 +6,6 @@ file is tokenised again.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -16,10 +15,6 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from megatier.config.data_section import DataConfig
-from megatier.data.tokenizer import vocabulary_size
 from megatier.errors import DataError
 from megatier.files import open_regular, read_regular, replace_file
 
@@ -49,7 +44,7 @@ def write_note(directory: Path, settings: str, names: Sequence[str], contents: S
 
     Args:
         directory: where files and note lie.
-        settings: as `describe_settings` gives them.
+        settings: as `token_files.describe_settings` gives them.
         names: names of the files.
         contents: what each holds.
 
@@ -128,24 +123,6 @@ def content_of(path: Path) -> Content:
         raise _unreadable(path, error) from error
 
     return Content(size, crc32)
-
-
-def describe_settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return everything that the tokens follow from, but for the contents of files, as JSON."""
-    settings = dataclasses.asdict(config)
-    size = vocabulary_size(tokenizer)
-    settings["made_by"] = [type(tokenizer).__name__, tokenizer.name_or_path, size, tokenizer.eos_token_id]
-    settings["template"] = tokenizer.chat_template
-
-    # Versions that had no such settings left nothing out either, had no such bound, and read no images.
-    for name in ("skip_bad", "max_samples", "images", "max_patches"):
-        if not settings[name]:
-            del settings[name]
-
-    # Documents that are laid end to end give the same tokens for any length of a row.
-    if not config.is_apart:
-        settings["sequence_length"] = None
-    return json.dumps(settings, sort_keys=True)
 
 
 def _read(path: Path) -> bytes:

@@ -13,7 +13,8 @@ import pytest
 
 from megatier.config.data_section import DataConfig
 from megatier.data.packed_text import PackedText
-from megatier.data.token_note import content_of, describe_settings
+from megatier.data.token_files import describe_settings
+from megatier.data.token_note import content_of
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import DataError
 

@@ -45,7 +45,7 @@ class Decisions(Counter[str]):
         self._count("rates", probe, "_entries")
         self._count("instructions", machine, "cpu_has_bf16")
         for module in (setup, attention_choice):
-            self._count("compiles", module, "compiles", lambda model, *_: model.compile is None)
+            self._count("compiles", module, "should_compile", lambda model, *_: model.compile is None)
         self._count("config of the model", skeleton, "read_model_config")
         self._count("skeleton", decoder, "initialise_buffers")
         self._count("units", expert_units, "find_units")
