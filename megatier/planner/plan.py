@@ -1,6 +1,7 @@
-"""Plans where a run's state lies, how long a step takes, what bounds it, and what change helps most.
+"""Plans a run: where its state lies, how long a step takes, what bounds it, and which change helps most.
 
-Nothing is reserved and no GPU is needed: the model is a skeleton, and the machine is a set of rates.
+`megatier plan` prints it. It allocates nothing and needs no GPU, since the model is a skeleton and the machine a set of
+rates.
 """
 
 from __future__ import annotations
@@ -41,27 +42,27 @@ GENERATION_USES = {
     "2: savepoints": (2, True),
     "3: both": (3, True),
 }
-"""The uses of generations: how many there are of what spills, and whether one of them may be kept."""
+"""Uses of generations: how many copies of spilled state there are, and whether savepoints keep one."""
 UNLIMITED = 1 << 62
-"""More bytes than any drive has."""
+"""A budget that is larger than any drive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run on a machine. Of several ranks, bytes and seconds are those of one, unless another is said."""
+    """The plan of a run on a machine. Bytes and seconds are those of one rank, unless a field says otherwise."""
 
     num_parameters: int
     """All parameters of the model."""
     num_trained: int
-    """Those of them that are trained."""
+    """The parameters that are trained."""
     tokens: int
-    """Tokens of a step, of all ranks together."""
+    """Tokens of a step, over all ranks."""
     world: World
     """The ranks of the run."""
     budgets: Budgets
     """Bytes that each tier may use."""
     unified_bytes: float | None
-    """Memory that is GPU memory and RAM at once; None: each has its own."""
+    """Bytes of unified memory; None: GPU and RAM have separate memory."""
     attention: str
     """Kernel of attention (`model.attention`)."""
     accesses: tuple[Access, ...]
@@ -71,51 +72,51 @@ class Plan:
     state_bytes: Mapping[tuple[Tier, Kind], int]
     """Bytes of state by tier and kind."""
     in_place_bytes: int
-    """Bytes of frozen weights that are read from the model's own files, which take no room on NVMe."""
+    """Bytes of frozen weights that are read from the model's own files, and so take no space in tiers.nvme."""
     spilled_gradient_bytes: int
     """Bytes of gradients that a step writes to NVMe and reads again, because RAM is too short for them."""
     activations: ActivationBytes
     """Estimated GPU memory in addition to the budget."""
     tower_bytes: TowerBytes
-    """Bytes of it that vision towers take."""
+    """The part of `activations` that vision towers take."""
     pixel_bytes: Mapping[Tier, int]
-    """Bytes of pixels outside of all budgets, by tier; those on the GPU are a part of `activations`."""
+    """Bytes of pixels by tier, which no budget counts. Those on the GPU are a part of `activations`."""
     images: float
-    """Images of a step, on the mean."""
+    """Mean number of images in a step."""
     images_missing: str
-    """Why nothing is known of images; empty: it is, or the run reads none."""
+    """Why nothing is known of images; empty if something is, or if the run reads none."""
     mask_bytes: int
-    """Bytes of it that are the mask which keeps documents apart."""
+    """The part of `activations` that is the mask which keeps documents apart."""
     lent_room: LentRoom | None
-    """What text that a loop generates has of the GPU if training lends its memory; None: the GPU's is not known."""
+    """GPU memory for text that a loop generates in lent memory; None: the GPU's memory is not known."""
     forecast: Forecast
     """The simulated step."""
     seconds_range: tuple[float, float]
-    """Shortest and longest step, as the drives waver. The two are equal if that was not measured."""
+    """Seconds of a step with drives at their fastest and slowest; equal if that was not measured."""
     compute_seconds: float
-    """Seconds that a step's compute takes with nothing else going on."""
+    """Seconds of a step's compute alone."""
     compile_seconds: tuple[float, float]
-    """What compiling adds to the first step: if nothing was compiled before, and if all of it was."""
+    """Seconds that compilation adds to the first step: with an empty cache, and with a full one."""
     room: Room
-    """Bytes that the run directory takes, of all ranks together: one checkpoint, and the export."""
+    """Bytes that one checkpoint and the export take in the run directory, over all ranks."""
     checkpoint_seconds: float | None
-    """Seconds of writing one, to a drive such as the first; None: no drive is known."""
+    """Seconds of writing a checkpoint to the first drive; None: no drive is known."""
     checkpoint_pause_seconds: float | None
-    """Seconds of that in which training waits; None: no drive is known."""
+    """The part of `checkpoint_seconds` in which training waits; None: no drive is known."""
     savepoint_bytes: int
-    """Bytes that one savepoint writes: all that does not lie on NVMe."""
+    """Bytes that one savepoint writes: the state that does not lie on NVMe."""
     savepoint_seconds: float | None
-    """Seconds for which a savepoint pauses the run, on such a drive; None: no drive is known."""
+    """Seconds for which a savepoint on the first drive pauses the run; None: no drive is known."""
     generation_bytes: Mapping[str, int]
-    """Bytes that the run takes on NVMe, by the number of generations and what they are for."""
+    """Bytes that the run takes on NVMe, by use of generations (`GENERATION_USES`)."""
     hidden_at: int | None
-    """N*: the tokens of a step from which all but compute is hidden; None: no number that was tried hides it."""
+    """N*: from this many tokens a step, compute hides everything else; None: no number that was tried does."""
     changes: tuple[Change, ...]
-    """Changes that would help, the best first."""
+    """Settings that would make a step faster, the best first."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second, of all ranks together."""
+        """Tokens a second, over all ranks."""
         return self.tokens / self.forecast.seconds
 
     @property
@@ -130,7 +131,7 @@ class Plan:
 
     @property
     def written_bytes_per_day(self) -> float:
-        """Bytes that a day of the run writes to NVMe, which wears a drive."""
+        """Bytes that the run writes to NVMe in a day, which wears the drive."""
         return self.written_bytes_per_step / self.forecast.seconds * SECONDS_PER_DAY
 
     def as_dict(self) -> dict[str, Any]:
@@ -181,7 +182,7 @@ class Plan:
         }
 
     def events(self) -> list[TraceEvent]:
-        """Return the forecast as events of a trace, for the picture."""
+        """Return the forecast as trace events, for the picture."""
         events = [
             TraceEvent(
                 lane=STEP,
@@ -217,16 +218,16 @@ def make_plan(setup: Setup) -> Plan:
     made = trial.forecast(placement)
     tokens = config.train.batch * config.data.sequence_length
 
-    # Each rank writes its shard, to the drives whose rates are its own.
+    # Each rank writes its shard to its own drives.
     drives = trial.rates.drives
 
-    # Of all ranks together, as they write into one directory.
+    # All ranks write into one directory, so the room is that of all.
     room = Room.of(config.output, setup.model, work.units, is_made=False)
     shard_bytes = room.checkpoint_bytes // world.num_ranks
     spilled_bytes = placement.state_bytes.get(Tier.NVME, 0)
     written_s = checkpoint_seconds(shard_bytes, spilled_bytes, drives)
 
-    # A savepoint leaves on NVMe what lies there, and writes the rest.
+    # A savepoint writes only the state that does not lie on NVMe.
     resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
     return Plan(
         num_parameters=work.num_parameters,
@@ -281,7 +282,7 @@ def _place(trial: Trial, setup: Setup) -> Placement:
 
 
 def _lent_room(trial: Trial, placement: Placement) -> LentRoom | None:
-    """Count what text has of the GPU in lent memory."""
+    """Return how much GPU memory generated text has in lent memory."""
     if trial.gpu_bytes is None:
         return None
     gpu_bytes = max(0, round(trial.gpu_bytes) - CONTEXT_BYTES)
@@ -304,7 +305,7 @@ def _in_place_bytes(work: Workload, placement: Placement) -> int:
     num_bytes = 0
     for spec in work.specs:
         if placement.homes[spec.name, Kind.WEIGHT] is Tier.NVME:
-            # What a home on NVMe takes is counted without what the model's files have.
+            # `home_bytes` leaves out what the model's files have, so the difference is read in place.
             num_bytes += block_bytes(spec, Kind.WEIGHT)
             num_bytes -= home_bytes(spec, Kind.WEIGHT, Tier.NVME)
     return num_bytes
@@ -316,51 +317,51 @@ def _spilled_gradient_bytes(work: Workload, placement: Placement) -> int:
     moves = Moves(units, placement, work.policy)
     num_bytes = 0
     for unit in placement.grad_homes:
-        # Only gradients go to NVMe among these moves, so those bytes are the gradients that RAM does not take.
+        # Among these moves only gradients go to NVMe, namely those that do not fit into RAM.
         num_bytes += by_queue(moves.gradients(unit))["ram_to_nvme"]
     return num_bytes
 
 
 def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[DriveRates]) -> float | None:
-    """Return the seconds of writing a checkpoint to new files of the first drive; None: no drive is known.
+    """Return the seconds of writing a checkpoint to the first drive; None: no drive is known.
 
     Args:
         num_bytes: bytes of the checkpoint.
-        spilled_bytes: bytes of state on NVMe, which are read from the drive at the same time.
-        drives: the machine's.
+        spilled_bytes: bytes of state on NVMe, which are read from the same drive meanwhile.
+        drives: the drives of the machine.
     """
     if not drives:
         return None
 
-    # Reads and writes share the drive, which then does what it does of both together.
+    # The files of a checkpoint are new, and drives are slower at writing bytes for the first time.
     drive = drives[0]
-
-    # A checkpoint's files are new, and drives write bytes for the first time more slowly.
     written_s = num_bytes / (drive.first_write_bytes_per_s or drive.write_bytes_per_s)
     if not spilled_bytes:
         return written_s
+
+    # Reads and writes share the drive, so its mixed rate counts as well.
     mixed_s = (num_bytes + spilled_bytes) / drive.mixed_bytes_per_s
     return max(written_s, mixed_s)
 
 
 def pause_seconds(written_s: float, step: Forecast) -> float:
-    """Return the seconds for which training waits until a checkpoint is written, because no state may change.
+    """Return the seconds for which training waits for a checkpoint, since the state may not change while it is read.
 
-    The checkpoint is written while the next step runs, and training waits for the rest. The step's own reads and writes
-    come first, as if the checkpoint went to the drives of the state.
+    The checkpoint is written while the next step runs, and training waits for what is left. The step's own reads and
+    writes are assumed to use the same drives, and to come first.
 
     Args:
         written_s: seconds of writing the checkpoint.
         step: the forecast.
     """
-    # Added up and not taken as the longest: the queues share the drives.
+    # The queues share the drives, so their times add up.
     drives_s = sum(step.alone_seconds.get(queue, 0.0) for queue in QUEUES_OF_DISK)
     free_s = max(0.0, step.seconds - drives_s)
     return max(0.0, written_s - free_s)
 
 
 def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
-    """Return the bytes that a run takes on NVMe, by what generations are for. It is empty if nothing spills.
+    """Return the bytes that a run takes on NVMe for each use of generations; an empty mapping if nothing spills.
 
     A use is left out if RAM has no room for its slots.
     """
@@ -371,7 +372,7 @@ def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
     if not (placement.spilled and work.policy.deferred):
         return sizes
 
-    # The bytes are for the user to compare with a drive, so a drive that is too small refuses none of them.
+    # Users compare these bytes with the size of a drive, so no drive is too small here.
     budgets = replace(trial.budgets, nvme=UNLIMITED)
     for use, (count, saves) in GENERATION_USES.items():
         policy = replace(work.policy, generations=count, savepoints=saves)

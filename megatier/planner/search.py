@@ -1,9 +1,9 @@
-"""Finds the settings that make a step shortest: groups, slices, activations, kept attention, places of state.
+"""Searches for the settings with the shortest step: groups, slices, activations, kept attention, and where state lies.
 
-Trials are taken in the order of their compute, and those with equal compute from the simplest on. The search ends when
-compute alone takes longer than the best step found. Nothing that is left out could be better: a trial that is placed
-like an earlier one is the same step, and one whose floor is above the best step is slower. Among the settings that are
-tried, groups, slices and the saved share change the order of sums, so they are numeric choices, fixed for a run.
+The search goes through trials in the order of their compute, the simplest first among equals, and ends when compute
+alone takes longer than the best step so far. It skips nothing that could be better: a trial with the placement of an
+earlier one is the same step, and one whose lower bound exceeds the best step is slower. Groups, slices and the saved
+share change the order of sums, so they are numeric choices, which are fixed for a run.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from megatier.setup.setup import Setup
 from megatier.tier import Activations
 
 GROUPS_SEARCHED = (1, 2, 4, 8)
-"""Groups of each rank."""
+"""Numbers of groups for each rank."""
 SLICES_SEARCHED = (1, 2, 4, 8)
-"""Slices of a group."""
+"""Numbers of slices for each group."""
 POLICIES_SEARCHED = tuple(policy.value for policy in Activations)
-"""Activation policies, the one that repeats least first."""
+"""Activation policies, from the one that recomputes least."""
 SHARES_SEARCHED = (0.8, 0.5, 0.15, 0.0)
-"""Saved shares. 0 goes with the policies that save only a layer's input, the others go with `keep`."""
+"""Saved shares. 0 goes with the policies that save only a layer's input, all others go with `keep`."""
 KEPT_ATTENTION = "train.kept_attention"
 TILE = "model.tile_tokens"
 TILE_TOKENS = 16_384
-"""Tokens of a tile that is chosen. Each tile adds up the gradients of all its weights, which makes small ones slow."""
+"""Tokens of a tile. Each tile adds to the gradients of all its weights, so smaller tiles are slow."""
 WORTH_OF_TILES = 0.03
-"""Share of a step that tiles must save to be chosen, if the run fits without them."""
+"""If a run fits without tiles, they must save this share of a step to be chosen."""
 OFFLOAD_ATTENTION = "train.offload_attention"
 STREAMED_SHARES_SEARCHED = (0.0, 0.3, 0.5, 0.6)
 """Shares of the parameters at home in RAM whose units stream (`tiers.streamed_share`)."""
 GENERATIONS_SEARCHED = (1, 2)
 """Generations of units that spill. Two let updates run in the backward."""
 MARGIN = 0.06
-"""Share of the GPU left free, because activations are estimated. No run to which they were fitted was further off."""
+"""Share of the GPU that stays free, because activations are estimated. No measured run was further off."""
 WORTH = 0.005
-"""Share of a step that more groups, slices or streaming must save to be chosen."""
+"""More groups, slices or streaming must save this share of a step to be chosen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The settings that were chosen, and the step that they make."""
+    """The settings that were chosen, and the forecast of a step with them."""
 
     settings: Settings
     """The settings."""
@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def seconds_range(self) -> tuple[float, float]:
-        """Shortest and longest step, as the drives waver. This takes two more simulations."""
+        """Seconds of a step with drives at their fastest and slowest. This takes two more simulations."""
         return self.trial.seconds_range(self.placement, self.forecast)
 
 
@@ -78,18 +78,18 @@ def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
     """Find the fastest settings that fit.
 
     Args:
-        setup: the run, with all settings that are not searched. The sequences of a step stay as in train.batch. The
-            budget of the GPU counts only if the GPU's memory is not known.
-        fixed: dotted names of settings that stay as they are in the config.
+        setup: the run, with all settings that are not searched. train.batch stays. The budget of the GPU counts only if
+            the size of its memory is not known.
+        fixed: dotted names of the settings that stay as they are.
 
     Raises:
-        PlanError: no trial fits. This is the error of the last one.
+        PlanError: no trial fits. The error is that of the trial which is nearest to fitting.
         UnsupportedModelError: the model cannot be streamed.
     """
     config = setup.config
     is_open = TILE not in fixed and config.model.tile_tokens is None
 
-    # A sequence that is no longer than a tile is one tile, which saves nothing.
+    # A sequence that is no longer than a tile would be one tile, which saves nothing.
     can_cut = is_open and config.data.sequence_length > TILE_TOKENS
     whole: Choice | None = None
     try:
@@ -100,8 +100,8 @@ def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
     if whole is not None and not can_cut:
         return whole
 
-    # Tiles repeat products and change bits. They come only for long sequences: where nothing fits without them, or
-    # where the memory that they leave saves more than they cost.
+    # Tiles recompute products and change bits. So they are chosen only for long sequences, if nothing fits without
+    # them or if the memory that they free saves more time than they cost.
     try:
         cut = _search_settings(setup.changed({TILE: TILE_TOKENS}), fixed)
     except PlanError:
@@ -114,23 +114,23 @@ def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
 
 
 def _search_settings(setup: Setup, fixed: frozenset[str]) -> Choice:
-    """Find the fastest settings that fit, with tiles of tokens as the config has them; see `search`."""
+    """Find the fastest settings that fit, with the tiles of tokens that the config has; see `search`."""
     best: Choice | None = None
     refused: list[tuple[PlanError, Settings]] = []
-    # Compute and placement of the trials so far: a forecast depends on nothing else. Mappings have no hash.
+    # Compute and placement of the trials so far, since a forecast depends on nothing else. Mappings have no hash.
     seen: list[tuple[ComputeSeconds, Placement]] = []
-    # The settings that fit, but for whether kept attention is offloaded.
+    # The settings that fit, without the one that offloads attention.
     that_fit: set[tuple[tuple[str, Any], ...]] = set()
 
     # The sort is stable, so among trials with equal compute the simplest comes first.
     for settings, wanted in sorted(_list_trials(setup, fixed), key=lambda pair: pair[1].compute_seconds):
         limit = float("inf") if best is None else best.seconds * (1 - WORTH)
 
-        # Trials come by their compute, so none after this one can be faster.
+        # Trials are sorted by compute, so none of those that follow can be faster.
         if wanted.compute_seconds >= limit:
             break
 
-        # Attention leaves the GPU only where it has no room there: otherwise the links and RAM have less to do.
+        # Attention is offloaded only if it has no room on the GPU, so that link and RAM have less to do.
         others = tuple((name, value) for name, value in settings.items() if name != OFFLOAD_ATTENTION)
         if settings.get(OFFLOAD_ATTENTION) and others in that_fit:
             continue
@@ -139,18 +139,18 @@ def _search_settings(setup: Setup, fixed: frozenset[str]) -> Choice:
             trial = wanted if "tiers.gpu" in fixed else _fit_gpu_budget(wanted)
             placement = trial.placed()
         except PlanError as error:
-            # Kept, since the refusal of the whole search names the candidate that was nearest to fitting.
+            # If nothing fits, the search raises the error that was nearest to fitting.
             refused.append((error, settings))
             continue
 
         that_fit.add(others)
 
-        # Different settings may come to the same homes and compute, and then to the same forecast.
+        # Different settings may lead to equal homes and compute, and so to equal forecasts.
         if (trial.seconds, placement) in seen:
             continue
         seen.append((trial.seconds, placement))
 
-        # A floor takes a fraction of the time of a simulation.
+        # The lower bound takes a fraction of the time of a simulation.
         if best is not None and trial.least_seconds(placement) >= limit:
             continue
 
@@ -170,10 +170,10 @@ def _search_settings(setup: Setup, fixed: frozenset[str]) -> Choice:
 
 
 def _make_refusal(refused: Sequence[tuple[PlanError, Settings]], setup: Setup, fixed: frozenset[str]) -> PlanError:
-    """Return the refusal of the candidate that is nearest to fitting, with what would let it fit.
+    """Return the error of the candidate that is nearest to fitting, with remedies.
 
     Args:
-        refused: the refusals of all candidates, each with its settings.
+        refused: the errors of all candidates, each with its settings.
         setup: the run that is searched.
         fixed: as for `search`.
     """
@@ -192,14 +192,14 @@ def _make_refusal(refused: Sequence[tuple[PlanError, Settings]], setup: Setup, f
 
 
 def _list_trials(setup: Setup, fixed: frozenset[str]) -> Iterator[tuple[Settings, Trial]]:
-    """Yield a trial for each combination that the batch allows and that differs from the others, the simplest first."""
+    """Yield a trial for each distinct combination of settings that the batch allows, the simplest first."""
     for computed in _combine_computed(setup, fixed):
         trial = Trial.of(setup.changed(computed))
         present = trial.work.policy
 
-        # Where state lies changes nothing but the policy, so the skeleton is not read again.
+        # The place of state changes the policy alone, so the skeleton is not read again.
         for placed in _combine_placed(setup, fixed, defers=present.deferred):
-            # The settings of a placement are named as the fields of the policy are.
+            # The fields of the policy have the names of these settings.
             fields = {name.removeprefix("tiers."): value for name, value in placed.items()}
             policy = replace(present, **fields)
             work = replace(trial.work, policy=policy)
@@ -209,8 +209,8 @@ def _list_trials(setup: Setup, fixed: frozenset[str]) -> Iterator[tuple[Settings
 def _combine_computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]:
     """Yield the combinations of the settings that change what is computed.
 
-    If the policy of activations or the saved share is fixed, it is combined with every value of the other. Whether
-    attention is kept is tried where a backward would compute it again.
+    If the activation policy or the saved share is fixed, it is combined with every value of the other. Kept attention
+    is tried where a backward would otherwise recompute attention.
     """
     config = setup.config
     kinds: dict[str, Sequence[Any]] = {
@@ -226,19 +226,19 @@ def _combine_computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]
         if config.train.batch % (groups * slices) or (slices > 1 and not config.can_slice):
             continue
 
-        # `keep` goes with shares above 0 and the other policies with 0.
+        # `keep` goes with shares above 0, and the other policies with 0.
         if is_free and activations.keeps_graph != (share > 0):
             continue
 
-        # A layer that is not compiled saves all of its activations, whatever its share, so one share is enough.
+        # A layer that is not compiled saves all of its activations, whatever the share, so one share is enough.
         if is_free and not setup.compiles and share not in (0, SHARES_SEARCHED[0]):
             continue
 
-        # A compiled layer that saves more than its inputs keeps attention by its share, or runs its forward whole.
+        # A compiled layer with a share above 0 keeps attention by its share, so there is nothing to choose.
         repeats = share == 0 if setup.compiles else not activations.keeps_graph
         kept = {KEPT_ATTENTION: (True, False)} if repeats else {}
         for attention in _combine(config, kept, fixed):
-            # What attention gave stays on the GPU, or leaves it with the input of its layer.
+            # The output of attention stays on the GPU, or is offloaded with the input of its layer.
             can_leave = attention.get(KEPT_ATTENTION) and activations.offloads_input
             offloaded = {OFFLOAD_ATTENTION: (False, True)} if can_leave else {}
             for offload in _combine(config, offloaded, fixed):
@@ -246,13 +246,13 @@ def _combine_computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]
 
 
 def _combine_placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[Settings]:
-    """Return the combinations of the settings that change where state lies and how it moves."""
+    """Return the combinations of the settings that change the place and the moves of state."""
     config = setup.config
     state = config.tiers.state
     streams = defers and "ram" in state and "gpu" not in state
     spills = defers and "nvme" in state and setup.budgets.nvme > 0
 
-    # Beside savepoints the numbers mean something else: one generation is kept, so two let no update run ahead.
+    # With savepoints one generation is kept, so two would let no update run ahead. The search leaves that alone.
     if config.output.savepoint_every:
         fixed |= {"tiers.generations"}
 
@@ -264,7 +264,7 @@ def _combine_placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Ite
 
 
 def _combine(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: frozenset[str]) -> Iterator[Settings]:
-    """Yield all combinations of the values of settings. One that is fixed keeps its value."""
+    """Yield all combinations of the values of settings. A fixed setting keeps its value."""
     tried: list[Sequence[Any]] = []
     for name, values in kinds.items():
         own = attrgetter(name)(config)
@@ -274,10 +274,10 @@ def _combine(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: froze
 
 
 def _fit_gpu_budget(trial: Trial) -> Trial:
-    """Return the trial with all GPU memory that activations leave as the budget for slots and state.
+    """Return the trial with a GPU budget of all memory that activations leave.
 
     Raises:
-        PlanError: activations leave none.
+        PlanError: activations leave no memory.
     """
     if trial.gpu_bytes is None:
         return trial
@@ -288,6 +288,6 @@ def _fit_gpu_budget(trial: Trial) -> Trial:
         had = round(trial.gpu_bytes)
         raise PlanError("GPU memory for activations", needed, had, "This is an estimate. Train on fewer tokens a step.")
 
-    # The user copies the budget from the plan, so it is a number that is short to write.
+    # Users copy the budget from the plan, so it is rounded to a short number.
     budgets = replace(trial.budgets, gpu=readable_bytes(left))
     return replace(trial, budgets=budgets)

@@ -1,8 +1,8 @@
-"""Estimates the memory that images take in a step: pixels, and what vision towers save until their backward.
+"""Estimates the memory that images take in a step: pixels, and the activations of vision towers.
 
-The tower was measured on shapes, with the conversation that has most pixels among the first ones (`setup.tower`). Each
-row of a group counts as that one, so a plan has room for a group of the largest. Where conversations share sequences, a
-row has as many patches as it may have.
+`setup.tower` has measured the tower on the meta device, with the conversation that has the most pixels among the first
+ones. Each row of a group counts as that conversation, so a plan has room for a group of the largest. If conversations
+share sequences, each row counts with `data.max_patches`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from megatier.setup.workload import without_input_gradient
 from megatier.tier import Tier
 
 WIDEST_GRADIENTS = 2
-"""Gradients as wide as the widest activation in the backward of a unit: those of the output and input of a function."""
+"""Gradients as wide as the widest activation in the backward of a unit: of a function's output and of its input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerBytes:
-    """Bytes of a group on the GPU, but for pixels."""
+    """Bytes that a group's images take on the GPU, without pixels."""
 
     saved: int = 0
-    """What the units outside of layers save from the forward to their backward."""
+    """Activations that units outside of decoder layers save for their backward."""
     in_unit: int = 0
-    """The most that the backward of one of them makes besides."""
+    """The largest amount that the backward of one of them makes in addition."""
 
 
 def tower_bytes(setup: Setup) -> TowerBytes:
-    """Return the bytes that images take of activations; none if the run reads no images, or nothing is known of them.
+    """Return the bytes of activations that images take; 0 if the run reads no images, or nothing is known of them.
 
-    A unit that keeps its graph saves what autograd does, and any other its inputs, from which it computes the rest
-    again. Compiled ones save less.
+    A unit that keeps its graph saves what autograd saves. Any other saves its inputs, and recomputes the rest. Compiled
+    units save less than is counted here.
     """
     tower = setup.tower
     lower = without_input_gradient(setup.work.units)
@@ -49,7 +49,7 @@ def tower_bytes(setup: Setup) -> TowerBytes:
         keeps = setup.work.activations[unit.name].keeps_graph
         saved.append(found.saved if keeps else found.inputs)
 
-        # Backwards come one after the other, so the largest of them counts. Its weights have a gradient meanwhile.
+        # Units run their backwards one after the other, so the largest counts, with the gradient of its weights.
         made = bytes_in_backward(found) - (union([found.saved]) if keeps else 0)
         weights = setup.item_bytes * unit.layout.num_trained
         in_unit = max(in_unit, round(_largest_rows(setup) * made) + weights)
@@ -57,7 +57,7 @@ def tower_bytes(setup: Setup) -> TowerBytes:
 
 
 def bytes_in_backward(unit: TowerUnit) -> int:
-    """Return the bytes of one conversation in the backward of a unit, with all that the forward saves."""
+    """Return the bytes of one conversation in the backward of a unit, including what the forward has saved."""
     widest_input = max(unit.inputs.values(), default=0)
     widest_saved = max(unit.saved.values(), default=0)
     widest = max(widest_input, widest_saved)
@@ -68,9 +68,10 @@ def bytes_in_backward(unit: TowerUnit) -> int:
 
 
 def pixel_bytes(setup: Setup) -> dict[Tier, int]:
-    """Return the bytes of pixels that are outside of all budgets, by tier; none without images.
+    """Return the bytes of pixels by tier, which no budget counts; an empty mapping without images.
 
-    All groups of a rank go to its GPU before the step. RAM has those of the step, and of the steps that are made ahead.
+    The pixels of all groups of a rank go to its GPU before the step. RAM has those of this step and of the next ones,
+    which are made ahead.
     """
     group = round(_largest_rows(setup) * setup.tower.pixel_bytes)
     if not group:
@@ -83,7 +84,7 @@ def pixel_bytes(setup: Setup) -> dict[Tier, int]:
 
 
 def tower_flops(setup: Setup, unit: Unit) -> float:
-    """Return the FLOPs of products in which a group's images go through a unit that is no layer."""
+    """Return the FLOPs that a group's images take in the products of a unit outside of decoder layers."""
     found = setup.tower.units.get(unit.name)
     if found is None or is_of_layer(unit):
         return 0.0
@@ -92,22 +93,22 @@ def tower_flops(setup: Setup, unit: Unit) -> float:
 
 
 def num_conversations(setup: Setup) -> float:
-    """Return the conversations of a step, on the mean."""
+    """Return the mean number of conversations in a step."""
     data, tower = setup.config.data, setup.tower
     rows = setup.config.train.batch
     if data.max_patches is None or not tower.mean_tokens:
         return rows
 
-    # A sequence is full of tokens, or of patches.
+    # A sequence is full when it has all of its tokens, or all of its patches.
     by_tokens = data.sequence_length / tower.mean_tokens
     by_patches = data.max_patches / (tower.num_patches * tower.mean_share)
 
-    # One at least, since a conversation that is larger than a sequence is refused.
+    # There is at least one in a row, since conversations larger than a sequence are refused.
     return rows * max(1.0, min(by_tokens, by_patches))
 
 
 def _largest_rows(setup: Setup) -> float:
-    """Return the rows of a group, in conversations as large as the one that was measured."""
+    """Return the rows of a group, counted in conversations as large as the measured one."""
     rows = setup.work.rows
     max_patches = setup.config.data.max_patches
     num_patches = setup.tower.num_patches
@@ -117,5 +118,5 @@ def _largest_rows(setup: Setup) -> float:
 
 
 def _has_backward(unit: Unit, lower: Collection[str]) -> bool:
-    """Return whether a unit is trained, or lies behind one that is."""
+    """Return whether a unit is trained, or comes after one that is."""
     return unit.layout.num_trained > 0 or unit.name not in lower

@@ -1,6 +1,7 @@
-"""Trial: a run with given settings on a given machine, as far as a forecast needs it.
+"""A trial: one choice of settings on one machine, ready to be placed and forecast.
 
-If several ranks share the state, sizes, budgets and rates are those of one rank, which stands for all.
+The planner makes many trials and takes the fastest. If several ranks share the state, a trial is that of one rank,
+which stands for all: sizes, budgets and rates are its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatier.tier import Phase, Tier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """A run with given settings on a machine."""
+    """A run with given settings on a given machine."""
 
     work: Workload
     """Units and policy."""
@@ -44,7 +45,7 @@ class Trial:
     budgets: Budgets
     """Bytes that each tier may use."""
     gpu_bytes: float | None
-    """Bytes that the process may take of the GPU; None: not known."""
+    """Bytes of GPU memory that the process may take; None: not known."""
     rates: Rates
     """The machine's rates."""
     world: World
@@ -56,7 +57,7 @@ class Trial:
         config = setup.config
         world = setup.machine.world
 
-        # The ranks of a host share its rates and budgets, and a trial is that of one of them.
+        # The ranks of a host share its rates and budgets, so each has a part of them.
         rates = setup.machine.rates.of_rank(world)
         head = _find_head(setup.model, setup.units)
         return cls(
@@ -74,11 +75,11 @@ class Trial:
         """Choose where everything lies.
 
         Raises:
-            PlanError: it does not fit, or leaves too little GPU memory for activations; names what is short.
+            PlanError: the state does not fit, or leaves too little GPU memory for activations. It names what is short.
         """
         placement = place(self.work.specs, self.budgets, self.work.policy)
 
-        # The arena is taken when a run begins, so activations get what it leaves.
+        # The arena is allocated when a run begins, so activations get what it leaves.
         arena = placement.state_bytes.get(Tier.GPU, 0) + placement.other_bytes.get(Tier.GPU, 0)
         if self.gpu_bytes is not None and arena + self.activations.peak > self.gpu_bytes:
             raise PlanError(
@@ -95,34 +96,36 @@ class Trial:
         return forecast(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
 
     def seconds_range(self, placement: Placement, made: Forecast) -> tuple[float, float]:
-        """Return the seconds of a step with the fastest drives, and with the slowest; equal if that is not known.
+        """Return the seconds of a step with the drives at their fastest and at their slowest.
+
+        The two are equal if the range was not measured.
 
         Args:
             placement: homes and slots.
-            made: the forecast with the drives as they are in the median.
+            made: the forecast with drives at their median speed.
         """
         fastest = replace(self, rates=self.rates.fastest)
         slowest = replace(self, rates=self.rates.slowest)
 
-        # A simulation takes as long as the forecast itself, so it is left out where it would give the same.
+        # Each simulation takes as long as the forecast itself, so it is skipped where it would return the same.
         is_measured = not fastest.rates == slowest.rates == self.rates
         if not (made.uses_drives and is_measured):
             return made.seconds, made.seconds
 
-        # A step with faster drives may come out longer, since moves meet in another order. So the least and the
-        # greatest are taken.
+        # A step with faster drives may take longer, because moves meet in another order. So minimum and maximum are
+        # taken.
         seconds = [made.seconds]
         seconds += [trial.forecast(placement).seconds for trial in (fastest, slowest)]
         return min(seconds), max(seconds)
 
     def least_seconds(self, placement: Placement) -> float:
-        """Return the seconds that the forecast of a step has at least."""
+        """Return a lower bound of the forecast of a step, in seconds."""
         return least_step_seconds(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
 
     def with_tokens(self, times: float) -> Self:
-        """Return the trial with so many times the tokens in each group.
+        """Return the trial with `times` as many tokens in each group.
 
-        Compute and offloaded activations grow with the tokens. Activations on the GPU are not counted anew.
+        Compute and offloaded activations grow with the tokens. Activations on the GPU are not estimated again.
         """
         specs = []
         for spec in self.work.specs:
@@ -133,7 +136,7 @@ class Trial:
         return replace(self, work=work, seconds=seconds)
 
     def with_groups(self, times: int) -> Self:
-        """Return the trial with so many times the groups, of as many tokens each."""
+        """Return the trial with `times` as many groups, each with as many tokens as before."""
         present = self.work.policy.groups
         groups = times * present
         accesses: list[Access] = []
@@ -147,22 +150,22 @@ class Trial:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of a step's compute, with nothing else going on."""
-        # The sum is exact, so that as many tokens in more groups take as long.
+        """Seconds of a step's compute alone."""
+        # The sum is exact, so that the same tokens in more groups take equally long.
         return math.fsum(self.seconds.get((access.unit, access.phase), 0.0) for access in self.accesses)
 
 
 def advise_parts(short: PlanError, setup: Setup) -> PlanError:
-    """Return a trial's refusal, which says so if more `model.expert_parts` would do (`setup.advise_expert_parts`)."""
+    """Return the error of a trial, with a remedy if more `model.expert_parts` would help."""
     return advise_expert_parts(short, setup, lambda other: Trial.of(other).placed())
 
 
 def _list_accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...]:
-    """Return the order in which a step uses its units, which is that of the modules.
+    """Return the order in which a step uses its units, which is the order of the modules.
 
-    A fused loss makes the head's gradient in the forward, so the backward does not use the head. Copies are lent to the
-    backward too, which therefore does not use their unit. A backward ends at the first unit that is trained, or that
-    trained copies may have been lent to.
+    If the loss is fused, the backward leaves out the head, whose gradient is made in the forward. It also leaves out
+    units whose weights are lent as copies, since it uses the same copies. It ends at the first unit that is trained, or
+    that trained copies may have been lent to.
     """
     uses: list[tuple[Unit, str]] = []
     of_head: list[tuple[Unit, str]] = []
@@ -171,7 +174,7 @@ def _list_accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access
             kind = of_head if name == head else uses
             kind.append((unit, name))
 
-    # The head runs after all layers, although its unit may come first: an embedding that is tied to it lies there too.
+    # The head runs last, although its unit comes first if it is tied to the embedding.
     uses += of_head
 
     # Nothing before the first unit that is trained needs a gradient.
@@ -191,11 +194,11 @@ def _list_accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access
 
 
 def _trained_or_lent_to(units: Sequence[Unit]) -> set[str]:
-    """Return the names of the units that are trained, or that copies which are trained may have been lent to."""
+    """Return the names of the units that are trained, or that use trained copies which were lent to them."""
     trained = [unit for unit in units if unit.layout.num_trained]
     names = {unit.name for unit in trained if not unit.is_lent}
 
-    # Which layers used a copy is not known, so with a trained one all of them count.
+    # Nobody knows which layers use a copy, so if one is trained all layers count.
     if any(unit.is_lent for unit in trained):
         layers = [unit for unit in units if unit.is_layer]
         names.update(layer.name for layer in layers if not layer.is_lent)
@@ -203,7 +206,7 @@ def _trained_or_lent_to(units: Sequence[Unit]) -> set[str]:
 
 
 def _find_head(model: PreTrainedModel, units: Sequence[Unit]) -> str:
-    """Return the name of the module that makes logits; empty if no unit has it."""
+    """Return the name of the module that computes logits; empty if no unit has it."""
     head = model.get_output_embeddings()
     for unit in reversed(units):
         for name in reversed(unit.module_names):
