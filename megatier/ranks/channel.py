@@ -7,6 +7,7 @@ have. One thread of each rank uses a channel at a time.
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TICK = timedelta(seconds=TICK_S)
+PIECE_BYTES = 64 << 20
+"""Bytes that the first rank sends at once."""
 
 
 class Channel:
@@ -81,20 +84,46 @@ class Channel:
         return whole
 
     def broadcast(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0 alone, and return its result, or raise its error, on all ranks."""
+        """Call `make` on rank 0 alone, and return its result, or raise its error, on all ranks.
+
+        Rank 0 gets the object itself, the others a copy. No rank returns before all have called this.
+        """
         # An error is told like a result: the others wait for one of the two. In a tuple, since None may be a result.
         made: tuple[T] | Exception | None = None
+        pickled = io.BytesIO()
         if self.rank == 0:
             try:
                 made = (make(),)
+                pickle.dump(made, pickled)
             except Exception as error:  # noqa: BLE001 - raised below, when the others know of it
                 made = self._told(error)
+                pickled = io.BytesIO(pickle.dumps(made))
 
-        result = self.all_gather_object(made)[0]
-        if isinstance(result, Exception):
-            raise result
-        assert result is not None
-        return result[0]
+        content = self._broadcast_bytes(pickled.getbuffer())
+        told: tuple[T] | Exception = pickle.loads(content) if made is None else made
+        if isinstance(told, Exception):
+            raise told
+        return told[0]
+
+    def _broadcast_bytes(self, own: memoryview) -> memoryview:
+        """Return the bytes of the first rank. Images may be many, so no rank holds them more than once.
+
+        Args:
+            own: what the first rank has; empty on all others.
+        """
+        import torch.distributed as dist
+
+        size = torch.tensor([own.nbytes], dtype=torch.int64, device="cpu")
+        num_bytes = int(self._all_gather(size)[0])
+        content = own if self.rank == 0 else memoryview(bytearray(num_bytes))
+
+        # In pieces, so that even a slow network ends each of them soon.
+        for piece in torch.frombuffer(content, dtype=torch.uint8).split(PIECE_BYTES):
+            # For the reason that `_all_gather` has.
+            self._peers.check()
+            work = dist.broadcast(piece, 0, group=self._group, async_op=True)
+            self.finish(work, self._peers.check)
+        return content
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:

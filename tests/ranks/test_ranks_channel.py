@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
+import threading
+from pathlib import Path
 
+import pytest
 import torch
 from rank_pool import POOL
 
 from megatier.errors import CapacityError, MegatierError, TransferError
-from megatier.ranks.channel import Channel
+from megatier.ranks.channel import PIECE_BYTES, Channel
 from megatier.ranks.rendezvous import joined
 
 FULL = TransferError("writing", "disk", "/mnt/a", 8, errno.ENOSPC)
@@ -57,6 +61,47 @@ def ask_first() -> tuple[int, str]:
 
 def test_first_gives_all_ranks_what_the_first_made_or_its_error() -> None:
     assert POOL.run(ask_first, 2) == [(10, str(NO_ROOM))] * 2
+
+
+def refuse_unpicklable() -> str:
+    """What a rank raises when the first one makes something that no other rank can be told."""
+    with joined("cpu") as ranks:
+        assert ranks is not None
+        try:
+            ranks.broadcast(lambda: threading.Lock())
+        except MegatierError as error:
+            return str(error)
+        return ""
+
+
+def test_first_that_makes_what_cannot_be_told_fails_on_all_ranks_alike() -> None:
+    (said,) = set(POOL.run(refuse_unpicklable, 2))
+    assert said.startswith("rank 0 failed: TypeError(")
+
+
+def memory(figure: str) -> int:
+    """A figure of this process in bytes: VmRSS, VmHWM."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(figure))
+
+
+def told_images(size: int) -> tuple[int, int]:
+    """The bytes that come to this rank, and what memory grows by meanwhile in units of them."""
+    with joined("cpu") as ranks:
+        assert ranks is not None
+        image = torch.full((size if ranks.rank == 0 else 0,), 7, dtype=torch.uint8)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = memory("VmRSS")
+        told = ranks.broadcast(lambda: image.numpy())
+        return int(told.sum()), (memory("VmHWM") - before) // size
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel gives no peak of its own")
+def test_first_that_tells_many_bytes_takes_memory_for_them_twice_whatever_the_number_of_ranks() -> None:
+    """Once as they come, and once as the object. There is more than one piece."""
+    size = PIECE_BYTES + 4096
+    for total, grown in POOL.run(told_images, 3, size):
+        assert (total, grown <= 2) == (7 * size, True)
 
 
 def all_to_all_floats(table: list[list[int]]) -> list[float]:
