@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -16,8 +17,9 @@ from small_commands import files_of
 
 from megatier.checkpoint import chunkfile
 from megatier.checkpoint.checkpoint_clock import CheckpointClock
+from megatier.checkpoint.plane_writer import PlaneWriter
 from megatier.config.schema import RunConfig
-from megatier.errors import CapacityError, ExportError
+from megatier.errors import CapacityError, ExportError, MegatierError, TransferError
 from megatier.saving import end_export
 from megatier.saving.saves import Saves, Say
 from megatier.session.session import Session
@@ -29,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path)
 
 
+FULL = TransferError("writing", "disk", "/mnt/a", 8, errno.ENOSPC)
 SAVES = ("--train.groups=4", "--train.steps=4", "--output.checkpoint_every=1", "--output.keep_checkpoints=3")
 
 
@@ -78,23 +81,49 @@ def test_rank_that_sees_another_run_directory_is_refused(folder: Path) -> None:
     assert not (folder / "0/run").exists()
 
 
-def train_by_time(folder: Path, full: bool) -> None:
-    """Run with checkpoints by a clock that only the first rank has; whose drive may be full."""
-    is_first = os.environ["RANK"] == "0"
+def train_by_time(folder: Path, full: int | None) -> None:
+    """Run with checkpoints by a clock that only the first rank has; the drive of one rank may be full."""
+    rank = int(os.environ["RANK"])
+    is_first = rank == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointClock, "is_due", lambda _: is_first)
         patch.setattr(CheckpointClock, "is_long", lambda _: is_first)
-        if full and is_first:
+        if rank == full == 0:
             patch.setattr(chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY))
+        elif rank == full:  # which has no chunk of so small a model
+            patch.setattr(PlaneWriter, "write", refuse)
         train_in(folder, ("--output.checkpoint_every=auto", "--output.export=false"))
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_checkpoint_by_time_is_made_or_left_out_as_the_first_rank_says(full: bool, folder: Path) -> None:
+@pytest.mark.parametrize("full", [None, 0, 1])
+def test_checkpoint_by_time_is_made_or_left_out_by_all_ranks_alike(full: int | None, folder: Path) -> None:
     POOL.run(train_by_time, 2, folder, full)
     checkpoints = [path.name for path in (folder / "run/checkpoints").iterdir()]
-    assert ("step-00000003" in checkpoints) is not full
-    assert not full or checkpoints == []
+    assert ("step-00000003" in checkpoints) is (full is None)
+    assert full is None or checkpoints == []
+
+
+def refuse(*_: object) -> None:
+    raise FULL
+
+
+def train_with_a_checkpoint_that_fails(folder: Path, what: str) -> tuple[str, str]:
+    """Train on this rank, with a checkpoint that the second one alone cannot save; return the error with its kind."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MegatierError) as refused:
+        if os.environ["RANK"] == "1":
+            patch.setattr(f"megatier.checkpoint.{what}", refuse)
+        train_in(folder, ("--output.checkpoint_every=1",))
+    return type(refused.value).__name__, str(refused.value)
+
+
+@pytest.mark.parametrize("what", ["plane_writer.PlaneWriter.write", "checkpoint_writer.sync_tree"])
+def test_checkpoint_that_one_rank_alone_cannot_save_ends_all_with_the_cause(what: str, folder: Path) -> None:
+    found = POOL.run(train_with_a_checkpoint_that_fails, 2, folder, what)
+
+    # A run that fails leaves its process groups to the end of the process.
+    POOL.close()
+    assert found == [("TransferError", str(FULL))] * 2
+    assert list((folder / "run/checkpoints").iterdir()) == []
 
 
 def train_with_an_export_that_fails(folder: Path, place: str) -> str:
