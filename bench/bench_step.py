@@ -354,7 +354,7 @@ def main() -> None:
         made = forecast(run, options.plan, options.ranks)
         path = options.output or RESULTS / options.plan.stem / "plans" / f"row{options.row}.json"
         write_row(made, path)
-        print({key: made[key] for key in ("seconds", "tokens_per_s", "attainment", "bound_by", "hidden_at_tokens")})
+        print({key: made[key] for key in ("seconds", "tokens_per_s", "bound_share", "bound_by", "hidden_at_tokens")})
         return
 
     if run.nvme and options.nvme is None:

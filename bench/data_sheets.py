@@ -109,7 +109,7 @@ def rows(found: dict[Case, Plan]) -> Iterator[str]:
         state = " / ".join(f"{plan.placement.state_bytes.get(tier, 0) / GIB:.0f}" for tier in Tier)
         yield (
             f"| {case.machine} | {case.model} | {case.moments} | {state} | {plan.forecast.seconds:.1f} | "
-            f"{plan.tokens_per_s:,.0f} | {plan.attainment:.0%} | {plan.forecast.bound_by} |"
+            f"{plan.tokens_per_s:,.0f} | {plan.bound_share:.0%} | {plan.forecast.bound_by} |"
         )
 
 

@@ -77,7 +77,7 @@ def rows(rates: Rates) -> Iterator[str]:
 
                 made = plan.forecast
                 yield (
-                    f"{start} {made.seconds:.1f} | {plan.tokens_per_s:,.0f} | {plan.attainment:.2f} | {made.bound_by} "
+                    f"{start} {made.seconds:.1f} | {plan.tokens_per_s:,.0f} | {plan.bound_share:.2f} | {made.bound_by} "
                     f"| {plan.written_bytes_per_step / 1e9:,.0f} GB |"
                 )
 

@@ -120,7 +120,7 @@ class Plan:
         return self.tokens / self.forecast.seconds
 
     @property
-    def attainment(self) -> float:
+    def bound_share(self) -> float:
         """Seconds of compute over those of the step."""
         return self.compute_seconds / self.forecast.seconds
 
@@ -147,7 +147,7 @@ class Plan:
             "seconds_low": self.seconds_range[0],
             "seconds_high": self.seconds_range[1],
             "tokens_per_s": self.tokens_per_s,
-            "attainment": self.attainment,
+            "bound_share": self.bound_share,
             "bound_by": made.bound_by,
             "compile_seconds": self.compile_seconds[0],
             "kept_compile_seconds": self.compile_seconds[1],

@@ -88,7 +88,7 @@ def write_sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
         yield _ranks(plan.world)
     trained = f", {format_count(plan.num_trained)} of them trained" if plan.num_trained < plan.num_parameters else ""
     yield f"{format_count(plan.num_parameters)} parameters{trained}, {format_count(plan.tokens)} tokens a step."
-    yield f"Bound by {_bound(plan)}; compute alone takes {plan.attainment:.0%} of the step."
+    yield f"Bound by {_bound(plan)}; compute alone takes {plan.bound_share:.0%} of the step."
     if plan.hidden_at is not None:
         most = format_count(plan.hidden_at)
         yield f"From {most} tokens a step on, compute would hide everything else, if activations fit."
