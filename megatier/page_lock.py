@@ -80,7 +80,7 @@ class PageLock:
         if code != cudart.cudaError.success:
             _forget_error()
             reason = cudart.cudaGetErrorString(code)
-            raise MegatierError(f"CUDA refused to page-lock memory ({reason}).")
+            raise MegatierError(f"CUDA refused to pin memory ({reason}).")
         self._locked.append(first)
 
     def close(self) -> None:

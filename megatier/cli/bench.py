@@ -86,7 +86,7 @@ def _measured(
 
     locked = None
     if device == "cuda":
-        with console.status("page-locking RAM"):
+        with console.status("pinning RAM"):
             locked = locked_limit()
 
     # All mounts are checked before the first one is measured, which takes minutes.
@@ -305,7 +305,7 @@ def _print_links(console: Console, links: LinkFigures) -> None:
     if links.fp8_matmul_flops_per_s is not None:
         table.add_row("fp8 product", f"{links.fp8_matmul_flops_per_s / 1e9:,.0f} GFLOP/s", "")
     if links.locked_bytes is not None:
-        table.add_row("RAM that can be page-locked", mib(links.locked_bytes), "")
+        table.add_row("RAM that can be pinned", mib(links.locked_bytes), "")
     _print(console, table, links.notes, links.flags)
 
 

@@ -207,7 +207,7 @@ def _cpu() -> Check:
 
 def _cuda(gpus: Sequence[hardware.Gpu]) -> Iterator[Check]:
     if not gpus:
-        yield _warn("GPU", "none", "Training runs on the CPU, with an arena in RAM for GPU memory. Check nvidia-smi.")
+        yield _warn("GPU", "none", "Training runs on the CPU. If there should be a GPU, check nvidia-smi.")
         return
 
     links = hardware.pcie_links()
@@ -315,21 +315,21 @@ def _ram() -> Check:
 
 
 def _page_lock() -> Check:
-    """Page-lock RAM until the CUDA driver refuses, since no figure of the system tells where it does."""
+    """Pin RAM until the CUDA driver refuses, since no figure of the system tells where it does."""
     # Here, since a GPU was found, so that torch is there and can be loaded.
     from megatier.measure.lock_probe import locked_limit
     from megatier.page_lock import REMEDY
 
     limit = locked_limit()
     if limit is None:
-        return _ok("page-locked RAM", "no limit met")
-    return _warn("page-locked RAM", mib(limit), f"The rest of tiers.ram goes through rings, which is slower. {REMEDY}")
+        return _ok("pinned RAM", "no limit met")
+    return _warn("pinned RAM", mib(limit), f"The rest of tiers.ram goes through rings, which is slower. {REMEDY}")
 
 
 def _memlock() -> Check:
-    # Told for those who look for it, and never warned of: without a GPU nothing is page-locked.
+    # Told for those who look for it, and never warned of: without a GPU nothing is pinned.
     limit = hardware.memlock_limit_bytes()
-    return _ok("memlock", "no limit" if limit is None else f"{mib(limit)}; only a GPU asks for page-locked RAM")
+    return _ok("memlock", "no limit" if limit is None else f"{mib(limit)}; only a GPU needs pinned RAM")
 
 
 def _huge_pages() -> Check:

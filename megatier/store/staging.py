@@ -111,5 +111,5 @@ def _allocate(most_bytes: int | None, num_pieces: int, *, pin: bool) -> Arena:
         except PageLockError as error:
             if piece_bytes <= PIECE_BYTES_MIN:
                 remedy = f"{error.remedy} {REMEDY}"
-                raise PageLockError("page-locked RAM", num_pieces * piece_bytes, 0, remedy) from error
+                raise PageLockError("pinned RAM", num_pieces * piece_bytes, 0, remedy) from error
             piece_bytes //= 2

@@ -156,11 +156,11 @@ def describe_nvme_path(store: TieredStore) -> str:
 
 
 def _describe_ram_path(store: TieredStore) -> str:
-    """Return how bytes go between RAM and the GPU, if not all of RAM is page-locked."""
+    """Return how bytes go between RAM and the GPU, if not all of RAM is pinned."""
     if store.staging is None:
         return ""
     unlocked = mib(store.staging.unlocked_bytes)
-    return f"; {unlocked} of RAM are not page-locked, and pass through rings, which is slower"
+    return f"; {unlocked} of RAM are not pinned and pass through rings, which is slower"
 
 
 def list_tier_states(session: Session) -> list[TierState]:
