@@ -347,7 +347,7 @@ class StreamedState(ABC):
         saved = self._saved(Path(folder))
         tiles = read_tiles(saved.state)  # read before anything is changed, as it may be damaged
         # Weights that are held for a text that is generated would be those of before.
-        self._held.let_go()
+        self._held.drop_all()
 
         def take_rest() -> None:
             self.optimizer.take_saved_settings(saved.state["streamed"])
@@ -366,7 +366,7 @@ class StreamedState(ABC):
         """
         self._settle("Restoring weights", "restore_weights()")
         saved = self._saved(Path(folder))
-        self._held.let_go()
+        self._held.drop_all()
         restore(self._session, saved.path, weights_only=True)
 
     def _saved(self, folder: Path) -> SavedStream:

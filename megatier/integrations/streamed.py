@@ -243,7 +243,7 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
 
     def _begin_forward(self, *, is_text: bool) -> contextlib.AbstractContextManager[None]:
         """Begin a forward with gradients, inside: a further one of the open group, or the first of a new one."""
-        self._held.let_go()  # if somebody trains while a text is generated
+        self._held.drop_all()  # if somebody trains while a text is generated
         if self.is_in_step and self._engine.gradients.is_open:
             # What the loop makes of several losses, it alone knows.
             self._step.losses.append(torch.tensor(math.nan, dtype=torch.float32, device="cpu"))

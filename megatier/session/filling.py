@@ -1,4 +1,8 @@
-"""Fills the planes of units with fp32 numbers, run by run, in one thread or in all."""
+"""Fills the state of a session with fp32 numbers: first weights, a checkpoint, or tensors of the user.
+
+A unit is filled in runs of bounded size, so none lies in fp32 as a whole. Worker threads fill several units at a time;
+the thread that calls waits for them.
+"""
 
 from __future__ import annotations
 
@@ -24,44 +28,43 @@ from megatier.tier import Kind
 from megatier.workers import Task, Workers
 
 UNITS_AHEAD = 2
-"""Units that threads have tasks of at once: while one ends, the next one begins."""
+"""Units whose tasks are submitted at once, so that threads have work while the last tasks of a unit end."""
 
 Progress = Callable[[Unit], None]
-"""Is called after each unit."""
+"""Called after each unit."""
 TasksOf = Callable[[Unit], Iterator[Callable[[], None]]]
-"""Makes the tasks of a unit."""
+"""Returns the tasks of a unit."""
 Source = Callable[[], AbstractContextManager[Iterator[Piece]]]
-"""Opens the pieces of some planes, in the thread that takes them."""
+"""Opens the pieces of some planes. The thread that fills them calls it."""
 Sources = Callable[[Unit], Sequence[tuple[Sequence[Kind], Source]]]
-"""Names the planes of a unit that are filled together, and where their pieces come from."""
+"""Returns which planes of a unit are filled together, each with the source of their pieces."""
 
 
 class Filling:
-    """Overwrites planes of the units of a session."""
+    """Overwrites planes of a session's units."""
 
     def __init__(self, blocks: UnitBlocks) -> None:
         """Take the blocks of the units."""
         self._blocks = blocks
         self._gpu = torch.cuda.current_device() if blocks.store.device.type == "cuda" else None
-        """The device of the thread that opens the session, which a new thread does not have by itself."""
+        """The device of the thread that opens the session. New threads have to set it."""
 
-        # Each thread keeps a buffer for a run while it fills: no unit lies in fp32 as a whole, and memory that comes
-        # anew from the system takes longer than drawing.
+        # Each thread keeps a buffer for a run, because new memory from the system costs more time than the numbers.
         self._kept = threading.local()
         self.num_runs = 0
-        """Runs that were filled so far, by any thread, so that a watchdog sees that something moves on."""
+        """Runs that all threads have filled so far, by which the watchdog sees progress."""
         self._is_left = False
-        """Whether the waiting thread has left, by an error or an interrupt. So the others end at the next run."""
+        """Whether the calling thread has left, by an error or an interrupt. Then the others stop after their run."""
 
     def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[Piece], base: bool) -> None:
         """Overwrite planes of a unit from pieces, in this thread.
 
         Args:
-            unit: one of the session's.
-            kinds: those of the master (`StateSchema.master_kinds`), or one kind that is fp32.
-            pieces: (first element, flat fp32) of the unit's layout, in increasing order. Elements that they leave out
-                become 0. Only those of the master have frozen elements.
-            base: whether frozen elements are filled; else they stay as they are.
+            unit: a unit of the session.
+            kinds: the kinds of the master (`StateSchema.master_kinds`), or one kind that is fp32.
+            pieces: (first element, flat fp32) in the unit's layout, in increasing order. Elements in no piece become 0.
+                Only the master has frozen elements.
+            base: whether frozen elements are filled. Otherwise they stay.
         """
         self._is_left = False
         self._fill_part(unit, kinds, pieces, base=base)
@@ -80,7 +83,7 @@ class Filling:
                 self._share(unit, kinds, base=not unit.layout.has_base)
             progress(unit)
 
-        # The sources may name planes of any kind, so a unit counts as spilled if any of its kinds is.
+        # The sources may name planes of any kind, so a unit counts as spilled if any of its kinds lies on NVMe.
         spills = {unit.name for unit in units if self._blocks.spilled(unit.name)}
         self._in_threads(units, spills, tasks_of, threads, end)
 
@@ -96,10 +99,10 @@ class Filling:
 
         Args:
             whole_units: the whole units.
-            units: what this process has of them, in the same order.
-            source: gives the numbers.
-            threads: how many fill what is not at home on NVMe.
-            progress: is called after each unit, in this thread.
+            units: the shards of this process, in the same order.
+            source: reads the numbers.
+            threads: number of threads for units that are not at home on NVMe.
+            progress: called after each unit, in this thread.
         """
         whole_of = {whole.name: whole for whole in whole_units}
 
@@ -113,7 +116,7 @@ class Filling:
             self._share(unit, unit.layout.schema.master_kinds, base=True)
             progress(unit)
 
-        # A master may be at home elsewhere than the moments.
+        # The master may have another home than the moments, and only the master is filled.
         spills = set()
         for unit in units:
             kinds = set(unit.layout.schema.master_kinds)
@@ -131,15 +134,15 @@ class Filling:
     ) -> None:
         """Do the tasks of all units in several threads.
 
-        What is at home on NVMe has threads of its own, which mostly wait for drives; the others go on meanwhile. They
-        are few, because each holds slots of an update chunk.
+        Units on NVMe have a pool of their own, whose threads mostly wait for drives while the others go on. It has few
+        threads, because each holds slots of an update chunk.
 
         Args:
-            units: what is filled.
-            spilled: names of the units of which something that is filled is at home on NVMe.
-            tasks_of: makes the tasks of a unit.
-            threads: how many work on what is not at home on NVMe.
-            end: is called in this thread when a unit's tasks are done.
+            units: the units to fill.
+            spilled: names of the units that have planes to fill on NVMe.
+            tasks_of: returns the tasks of a unit.
+            threads: number of threads for the other units.
+            end: called in this thread when all tasks of a unit are done.
         """
         with ExitStack() as stack:
             pools = {}
@@ -149,13 +152,13 @@ class Filling:
                 pools[spills] = stack.enter_context(closing(workers))
                 under_way[spills] = deque()
 
-            # Called before the pools are closed, which wait for their threads.
+            # This runs before the pools are closed, since closing waits for their threads.
             self._is_left = False
             stack.callback(self._leave)
             for unit in _mixed(units, spilled):
                 spills = unit.name in spilled
 
-                # Only now is the oldest waited for: the threads of this pool have work for one more unit while it ends.
+                # This waits for the oldest unit of the pool, whose threads have the tasks of the next one meanwhile.
                 if len(under_way[spills]) == UNITS_AHEAD:
                     _wait(*under_way[spills].popleft(), end)
                 tasks = [pools[spills].submit(task) for task in tasks_of(unit)]
@@ -167,11 +170,11 @@ class Filling:
         self._kept = threading.local()
 
     def _leave(self) -> None:
-        """Let threads end at the next run. Where all is done, none is at work."""
+        """Stop all threads after the run that they are filling."""
         self._is_left = True
 
     def _fill_from(self, unit: Unit, kinds: Sequence[Kind], source: Source) -> None:
-        """Fill planes of a unit from pieces that are opened for it; this runs in a worker."""
+        """Open the pieces of a unit, and fill its planes from them; this runs in a worker."""
         self._take_gpu()
         with source() as pieces:
             self._fill_part(unit, kinds, pieces, base=not unit.layout.has_base)
@@ -179,9 +182,9 @@ class Filling:
     def _fill_part(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[Piece], *, base: bool) -> None:
         """Fill planes of a unit, run by run."""
         ahead: Piece | None = None
-        """The piece that reaches beyond the runs that are done."""
+        """The piece that reaches beyond the runs so far."""
         for elements in self._runs(unit, kinds, base=base):
-            # Nobody takes what is filled after an interrupt, and closing the pools waits for this thread.
+            # After an interrupt the result is of no use, and closing the pools waits for this thread.
             if self._is_left:
                 return
             values = self._buffer(elements)
@@ -196,28 +199,28 @@ class Filling:
         done = start
         run = unit.layout.part(start, stop)
         for first, piece in read(run):
-            # Between two tensors there is padding, which no piece has.
+            # The padding between two tensors is in no piece.
             values[done - start : first - start] = 0
             done = first + piece.numel()
 
-            # Not by torch, which would give a copy to a team of threads for each of ours.
+            # numpy copies in this thread. torch would start a team of threads for each worker.
             own = values[first - start : done - start].numpy()
             np.copyto(own, piece.numpy())
         values[done - start :] = 0
         self._write(unit, kinds, elements, values)
 
     def _take_gpu(self) -> None:
-        """Let this thread work on the device of the thread that opened the session."""
+        """Set the device of the thread that opened the session."""
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
 
     def _write(self, unit: Unit, kinds: Sequence[Kind], elements: Elements, values: Tensor) -> None:
-        """Make a run's planes of its numbers, and start their way home."""
-        # Frozen elements lie in the weight plane alone, and a run never has both.
+        """Convert the numbers of a run into its planes, and start writing them home."""
+        # Frozen elements have a weight plane alone. No run has both frozen and trained elements.
         schema = unit.layout.schema
         planes = (Kind.WEIGHT,) if elements[0] >= unit.layout.num_trained else kinds
 
-        # All planes of a run are overwritten, so nothing is read before.
+        # All planes of a run are overwritten, so nothing is read first.
         with self._blocks.open_state(unit.name, elements, planes, fresh=planes) as state:
             views = [state.planes[kind].view(plane_dtype(schema, kind)) for kind in planes]
             if Kind.REMAINDER in planes:
@@ -228,15 +231,12 @@ class Filling:
         self.num_runs += 1
 
     def _share(self, unit: Unit, kinds: Sequence[Kind], *, base: bool) -> None:
-        """Give every generation the frozen weights that were filled, since updates write none."""
+        """Copy filled frozen weights to every generation, because no update writes them."""
         if base and Kind.WEIGHT in kinds:
             self._blocks.share_frozen(unit.name)
 
     def _runs(self, unit: Unit, kinds: Sequence[Kind], *, base: bool) -> list[Elements]:
-        """Return a unit's elements in runs of bounded size, also if it is at home on the GPU and updated whole.
-
-        Frozen elements are among them if they are filled.
-        """
+        """Return the elements of a unit to fill, in runs of bounded size."""
         fills_frozen = base and Kind.WEIGHT in kinds
         return [
             (first, min(first + CHUNK_ELEMENTS_MAX, stop))
@@ -246,11 +246,11 @@ class Filling:
         ]
 
     def _buffer(self, elements: Elements) -> Tensor:
-        """Return this thread's memory for the numbers of a run, whatever is in it."""
+        """Return this thread's buffer for the numbers of a run, with any contents."""
         start, stop = elements
         size = stop - start
 
-        # Runs of one size come again and again, so the buffer of the largest one so far serves nearly all.
+        # Most runs have one size, so the buffer of the largest one so far serves nearly all.
         kept: Tensor | None = getattr(self._kept, "buffer", None)
         if kept is None or kept.numel() < size:
             kept = torch.empty(size, dtype=torch.float32, device="cpu")
@@ -259,7 +259,7 @@ class Filling:
 
 
 def _mixed(units: Sequence[Unit], spilled: Collection[str]) -> list[Unit]:
-    """Return the units so that those on NVMe come at even distances, and drives always have work."""
+    """Return the units in an order that spreads those on NVMe evenly, so that drives always have work."""
     groups = (
         [unit for unit in units if unit.name in spilled],
         [unit for unit in units if unit.name not in spilled],
@@ -270,16 +270,13 @@ def _mixed(units: Sequence[Unit], spilled: Collection[str]) -> list[Unit]:
             distance = (number + 0.5) / len(group)
             placed.append((distance, unit))
 
-    # The sort is stable, so of two at one distance the one on NVMe comes first.
+    # The sort is stable, so at equal distances the unit on NVMe comes first.
     placed.sort(key=itemgetter(0))
     return [unit for _, unit in placed]
 
 
 def _wait(unit: Unit, tasks: Sequence[Task[None]], end: Progress) -> None:
-    """Wait for a unit's tasks, and end it."""
+    """Wait for the tasks of a unit, and call `end`."""
     for task in tasks:
         task.result()
     end(unit)
-
-
-__all__ = ["Filling", "Source", "Sources"]

@@ -1,4 +1,7 @@
-"""Generates text with a streamed model: weights are held on the GPU, and the log says what a token moves."""
+"""Wraps the `generate` of a streamed model: weights are held on the GPU, and the log says what each token moves.
+
+`megatier.stream` installs it. It runs on the thread that calls `generate`.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,18 @@ GENERATION_LOG = logging.getLogger("megatier")
 QUEUES_TO_GPU = ("ram_to_gpu", "nvme_to_gpu")
 """Queues that bring weights to the GPU."""
 QUEUES_FROM_DRIVES = ("nvme_to_ram", "nvme_to_gpu")
-"""Queues that read them from drives."""
+"""Queues that read weights from drives."""
 TOLD_FROM = 3
-"""The forwards after which it is known what a token moves: the first two read the prompt, and take what is held."""
+"""From this forward on it is known what a token moves: the first two read the prompt and copy weights to hold."""
 NOT_TWICE = ("past_key_values", "streamer")
-"""Arguments of `generate` that a text changes, as caches are too. It cannot be generated again with them."""
+"""Arguments of `generate` that a text changes, as it changes caches. With these it cannot be generated again."""
 
 
 def hold_in_generation(session: Session, limit_bytes: int | None) -> HeldWeights:
-    """Let the model's `generate` hold weights on the GPU, and say once which bytes each token has moved.
+    """Make the model's `generate` hold weights on the GPU, and log once how many bytes each token moves.
 
-    If memory runs out while weights are held, the text is generated again without them: the same text, since random
-    numbers begin where they began.
+    If memory runs out while weights are held, the text is generated again without them. It is the same text, because
+    the random state is set back.
 
     Args:
         session: the session, whose model the user calls.
@@ -46,7 +49,7 @@ def hold_in_generation(session: Session, limit_bytes: int | None) -> HeldWeights
 
 def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a model's `generate`."""
-    # The first rank alone says it, and once.
+    # The first rank alone logs it, and only once.
     is_told = session.ranks is not None and session.ranks.rank > 0
 
     def generate_once(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
@@ -55,7 +58,7 @@ def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any
             found = generate(*args, **kwargs)
         if not is_told and len(demands) >= TOLD_FROM:
             is_told = True
-            # Of the last token alone: the first forwards have read the prompt, and have taken what is held.
+            # Only the last token counts, since the first forwards read the prompt and copy weights to hold.
             _log(demands[-1] - demands[-2], held.num_bytes, is_alone=session.ranks is None)
         return found
 
@@ -64,11 +67,11 @@ def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any
         if held.is_needless:
             return generate(*args, **kwargs)
         if session.ranks is not None:
-            # Each token takes all ranks, so those that are through with their texts go on until all are.
+            # Each token takes all ranks, so a rank whose texts are done goes on until all are.
             kwargs.setdefault("synced_gpus", True)
         rewind = _rewinder(session.engine.options.device)
 
-        # What a caller has handed in may have been used up or filled by the first try.
+        # The first try may have used up or filled the caller's arguments.
         given = [(name, value) for name, value in kwargs.items() if value is not None]
         with held.opened():
             try:
@@ -77,7 +80,7 @@ def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any
                 if not held.num_bytes or any(name in NOT_TWICE or is_cache(value) for name, value in given):
                     raise
 
-            # Not in the handler: until it ends, the error's frames keep what was made of the text, such as its cache.
+            # Outside of the handler, because the error keeps the tensors of the text alive, such as its cache.
             GENERATION_LOG.warning(
                 "generation: GPU memory ran out while weights were held there, so from now on they stream."
             )
@@ -90,7 +93,7 @@ def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any
 
 @contextlib.contextmanager
 def _demands(session: Session) -> Iterator[list[Counter[str]]]:
-    """Note, after each forward of the model inside, the bytes that were demanded up to then."""
+    """Record the demanded bytes so far after each forward of the model."""
     demands = list[Counter[str]]()
     hook = session.model.register_forward_hook(lambda *_: demands.append(session.player.demanded))
     try:
@@ -100,8 +103,8 @@ def _demands(session: Session) -> Iterator[list[Counter[str]]]:
 
 
 def _rewinder(device: torch.device) -> Callable[[], None]:
-    """Return a function that sets torch's random numbers back to where they are now."""
-    # A text that is sampled anew is to be the one that the first try would have given.
+    """Return a function that restores torch's present random state."""
+    # The second try has to sample the text that the first one would have sampled.
     on_cpu = torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
@@ -114,7 +117,7 @@ def _rewinder(device: torch.device) -> Callable[[], None]:
 
 
 def _log(moved: Counter[str], held_bytes: int, *, is_alone: bool) -> None:
-    """Say which way generation went.
+    """Log how weights reach the GPU while text is generated.
 
     Args:
         moved: bytes of weights that each queue moved for a token.

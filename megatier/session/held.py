@@ -1,23 +1,23 @@
 """Holds weights on the GPU, beside the arena, while a model generates text.
 
-Each token of a text takes a forward, which uses all weights once. Those that are not at home on the GPU would come from
-RAM or drives for each of them. But no backward follows, so the memory that training leaves to activations is free. As
-many weights as fit there are copied, and the others stream.
+Each token of a text takes a forward, which uses all weights once. Weights that are not at home on the GPU would have to
+come from RAM or drives for every token. But generation has no backward, so the memory for activations is free. Weights
+are copied there as long as they fit, and the others stream.
 
-How much fits is found out and not planned, because others take of the same memory: the keys and values of the tokens so
-far, and other processes. A share of the GPU stays free for them:
+The code measures how much fits instead of planning it, because the KV cache and other processes use the same memory. It
+leaves a share of the GPU free for them:
 
-1. The first forward holds nothing. It reads the prompt, so it takes as much memory as a forward may need. torch keeps
-   that memory for the next ones, and nothing is held in it.
-2. The second forward copies the weights of one unit after the other, when it has them in a slot, as long as two shares
-   are left free.
-3. Before each later forward the free memory is looked at. If it is less than a share, units are let go until it is two.
+1. The first forward holds nothing. It reads the prompt, so it takes as much memory as any forward. torch keeps that
+   memory for the next ones.
+2. The second forward copies the weights of each unit while it has them in a slot, as long as two shares stay free.
+3. Before each later forward the free memory is measured. If it is less than one share, held units are dropped until two
+   shares are free.
 
-If memory runs out nevertheless, the text is generated again with nothing held (`session.generation`).
+If memory still runs out, the text is generated again with nothing held (`session.generation`).
 
-Passes in which different units are held use different units, so they have different names, and timelines of their own.
+A pass has another name, and so a timeline of its own, whenever other units are held, because it uses other units.
 
-Threads: that of the caller alone.
+Everything runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from megatier.store.copies import POISON
 from megatier.tier import Kind, Phase, Tier
 
 GPU_SHARES = 16
-"""The shares of the GPU's memory, of which one or two stay free."""
+"""The GPU's memory has this many shares, of which one or two stay free."""
 PROMPT = 1
-"""The number of the forward that reads the prompt. The next one copies what is held."""
+"""Number of the forward that reads the prompt. The next one copies weights."""
 
 
 class HeldUse:
-    """A use of weights that are held."""
+    """A use of held weights."""
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.bytes = weights
         """uint8 [block]."""
 
     def leave(self) -> None:
-        """Do nothing: they stay where they are."""
+        """Do nothing, because the weights stay."""
 
 
 class HeldWeights:
-    """The weights that a session holds on the GPU while its model generates. It stands before their source then."""
+    """The weights that a session holds on the GPU while its model generates. Meanwhile it wraps their source."""
 
     def __init__(self, session: Session, limit_bytes: int | None) -> None:
         """Hold nothing.
 
         Args:
-            session: the session. Several ranks hold nothing: a gather takes all of them.
-            limit_bytes: the GPU memory that the process may take; None: all there is. On a CPU it is the memory of the
-                GPU that the arena stands for, which has no more than the arena if this is None.
+            session: the session. Several ranks hold nothing, because an all-gather needs all of them.
+            limit_bytes: the GPU memory that the process may take; None: all of it. On a CPU this is the memory of the
+                GPU that the arena stands for; None: no more than the arena.
         """
         self._model = session.engine.model
         self._stage = session.engine.model.stage
@@ -77,17 +77,17 @@ class HeldWeights:
         self._arena_bytes = sum(usage.values()) - usage["budget"]
 
         self._bytes: dict[str, torch.Tensor] = {}
-        """What is held, by unit, in the order in which it was taken."""
+        """Held weights by unit, in the order in which they were copied."""
         self._taken: dict[str, torch.Tensor] = {}
-        """What this forward has taken, for those that follow. Its own pass has planned to load it for every use."""
+        """Weights that this forward has copied for the next ones. Its own pass has planned a load for every use."""
         self._is_open = False
-        """A text is being generated."""
+        """Whether a text is being generated."""
         self._forwards = 0
-        """The forwards of the text so far."""
+        """Number of forwards of the text so far."""
         self._room = 0
-        """Bytes that this forward may still take; below 0: it found no room for one unit, and takes no other."""
+        """Bytes that this forward may still copy; below 0: a unit did not fit, and no other is copied."""
         self._names: dict[tuple[str, ...], str] = {}
-        """What is added to the name of a pass, by the units that are held in it."""
+        """Suffixes of the names of passes, by the units that are held in them."""
 
     @property
     def num_bytes(self) -> int:
@@ -96,18 +96,18 @@ class HeldWeights:
 
     @property
     def is_needless(self) -> bool:
-        """Whether all weights are held already, by another source (`session.resident_weights`)."""
+        """Whether `session.resident_weights` holds all weights already."""
         return self._stage.source not in (self._source, self)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold weights inside, where text is generated."""
-        # A `generate` inside of another one, as some models call theirs, belongs to the outer one.
+        """Hold weights inside this context, in which text is generated."""
+        # Some models call `generate` inside `generate`. The inner call belongs to the outer one.
         if self._is_open or not self._away:
             yield
             return
 
-        # Memory that torch has kept since a step is free memory again.
+        # torch has kept memory since the last step, which is free now.
         self._give_back()
         try:
             self._is_open = True
@@ -116,13 +116,13 @@ class HeldWeights:
         finally:
             self._stage.source = self._source
             self._is_open = False
-            self.let_go()
+            self.drop_all()
 
     def begin(self, name: str) -> str:
-        """Say that an evaluation follows; returns the name of its pass.
+        """Prepare for a forward, and return the name of its pass.
 
         Args:
-            name: the name that it has if nothing is held.
+            name: the name of the pass if nothing is held.
         """
         if not self._is_open:
             return name
@@ -132,20 +132,20 @@ class HeldWeights:
         self._forwards += 1
         share, free = self._memory()
 
-        # The prompt is the longest forward, so what is free after it is what stays free.
+        # The prompt is the longest forward, so the memory that is free after it stays free.
         takes = self._forwards == PROMPT + 1
         self._room = free - 2 * share if takes else 0
         if self._bytes and free < share:
-            # First what torch keeps for itself, of which much may be in pieces that nobody uses again.
+            # torch may keep much memory in pieces that are never used again, so that goes first.
             self._give_back()
             self._shrink(2 * share - self._memory()[1])
 
-        # Other units are used in the pass, so it has a name, and a timeline, of its own.
+        # The pass uses other units than usual, so it needs its own name and timeline.
         held = tuple(self._bytes)
         return name + self._names.setdefault(held, f" held {len(self._names)}") if held else name
 
-    def let_go(self) -> None:
-        """Hold nothing any more: weights are about to change, or training needs the memory."""
+    def drop_all(self) -> None:
+        """Drop all held weights, because they are about to change or training needs the memory."""
         self._forwards = 0
         self._room = 0
         self._bytes |= self._taken
@@ -153,16 +153,16 @@ class HeldWeights:
         self._drop(list(self._bytes))
 
     def refuse(self) -> None:
-        """Hold nothing from now on, because memory has run out."""
-        self.let_go()
+        """Drop all held weights and hold none from now on, because memory has run out."""
+        self.drop_all()
         self._away = set()
         self._give_back()
 
     # ------------------------------------------------------------------ the source of weights
 
     def enter(self, unit: str, phase: Phase, group: int) -> WeightUse:
-        """Return a unit's weights: those that are held, or else from the tiers; see `WeightSource.enter`."""
-        # No lease and no wait: nobody else writes to memory that is held.
+        """Return a unit's held weights, or else those from the tiers; see `WeightSource.enter`."""
+        # Held weights need no lease and no wait, because nobody else writes to them.
         if (held := self._bytes.get(unit)) is not None:
             return HeldUse(held)
         use = self._source.enter(unit, phase, group)
@@ -171,26 +171,26 @@ class HeldWeights:
         return use
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the source
-        """All else is the source's own: what is held changes nothing about activations."""
+        """Return any other attribute from the source."""
         return getattr(self._source, name)
 
     # ------------------------------------------------------------------ memory
 
     def _take(self, unit: str, weights: torch.Tensor) -> None:
-        """Copy weights that are in compute's hands, if there is room for them."""
-        # Taken off first, so that one unit without room ends the taking: those after it would be found in another
-        # order.
+        """Copy the weights that compute is using, if there is room for them."""
+        # The bytes are taken off first, so that no unit after the first that does not fit is copied. Otherwise the held
+        # units would differ from their order.
         self._room -= weights.numel()
         if self._room < 0:
             return
         try:
             self._taken[unit] = weights.clone()
         except torch.OutOfMemoryError:
-            # Somebody else has taken the memory since it was looked at.
+            # Somebody else has taken the memory since it was measured.
             self._room = 0
 
     def _shrink(self, num_bytes: int) -> None:
-        """Let so many bytes go, and what was taken last first."""
+        """Drop held units of `num_bytes` or more, the last ones first."""
         gone = []
         for unit in reversed(self._bytes):
             if num_bytes <= 0:
@@ -201,23 +201,23 @@ class HeldWeights:
         self._give_back()
 
     def _drop(self, units: list[str]) -> None:
-        """Let the weights of some units go."""
+        """Drop the held weights of some units."""
         if not units:
             return
 
-        # First: an interrupt in between leaves weights that are held still, and no views of some that are not.
+        # This comes first, so that an interrupt in between leaves no views of weights that are gone.
         self._model.forget(units)
         for unit in units:
             weights = self._bytes.pop(unit)
 
-            # As the store does with slots: a view that outlives them is noticed.
+            # The store does the same with slots, so that a view which outlives its weights is found.
             if self._device.type == "cpu":
                 weights.fill_(POISON)
 
     def _memory(self) -> tuple[int, int]:
-        """Return the bytes of a share of the GPU, and those that are free."""
+        """Return the bytes of one share of the GPU, and the free bytes."""
         if self._device.type == "cpu":
-            # RAM stands for the GPU's memory, and nothing but the arena and what is held is counted in it.
+            # RAM stands for the GPU's memory, in which only the arena and held weights count.
             total = self._limit_bytes or self._arena_bytes
             free = total - self._arena_bytes - self.num_bytes
             return total // GPU_SHARES, free
@@ -225,6 +225,6 @@ class HeldWeights:
         return total // GPU_SHARES, free
 
     def _give_back(self) -> None:
-        """Give memory that torch keeps, and nobody uses, back to the device."""
+        """Return memory that torch keeps unused to the device."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,10 +1,10 @@
-"""Yields the weights of a session, under the names and in the layout of its model's folder.
+"""Yields the weights of a session under the names and in the layout of its model's folder on the hub.
 
-An engine that generates text takes them from here, one after the other. A pass visits the units in the order of layers,
-as in a forward, and the queues load ahead of it. So the model is whole nowhere. Each tensor is yielded as a copy,
-because vLLM's senders keep several until they have filled a buffer, and a slot is another unit's by then.
+An engine that generates text, such as vLLM, takes them from here. A pass visits the units in the order of layers, as in
+a forward, and the queues load ahead of it, so the whole model is never in memory. Each tensor is yielded as a copy,
+because vLLM's senders keep several until a buffer is full, and by then the slot belongs to another unit.
 
-Threads: one at a time iterates. It may be a sender's own thread while the training thread waits.
+One thread iterates at a time. It may be a sender's thread while the training thread waits.
 """
 
 from __future__ import annotations
@@ -42,30 +42,29 @@ HUB_PASS = "weights"
 class HubWeights:
     """An iterable over a model's current weights, by the names of its folder on the hub.
 
-    Iterating yields pairs of a name and a tensor in the dtype in which the model computes, on the device, as often as
-    asked. The class has the methods of vLLM's `WeightSource`. Several ranks iterate together, and each gets all
-    tensors.
+    Each iteration yields pairs of a name and a tensor, which lies on the device in the compute dtype. The class has the
+    methods of vLLM's `WeightSource`. Several ranks have to iterate together, and each gets all tensors.
     """
 
     def __init__(self, session: Session, settle: Callable[[], None]) -> None:
-        """Find out which tensors there are. Nothing is loaded.
+        """List the tensors. Nothing is loaded yet.
 
         Args:
             session: the session.
-            settle: finishes all updates, or refuses; it is called before the weights are given out.
+            settle: finishes all updates or raises an error. It is called before weights are yielded.
 
         Raises:
-            UnsupportedModelError: no layout of the folder is known that loads back, or adapters cannot be merged.
+            UnsupportedModelError: no known layout of the folder can be loaded back, or adapters cannot be merged.
         """
         self._session = session
         self._settle = settle
         _check_plain(session.whole_units)
         self._merger = LayerMerger(session.model) if adapter_config(session.model) is not None else None
         self._visits = self._find_visits()
-        self._giving: _Giving | None = None
+        self._iteration: _Iteration | None = None
 
     def _find_visits(self) -> list[Visit]:
-        """Return the visits of units in which all tensors are given out."""
+        """Return the visits of units that yield all tensors."""
         model, units, merger = self._session.model, self._session.whole_units, self._merger
         buffers = _buffers(model)
         if merger is None:
@@ -76,45 +75,45 @@ class HubWeights:
         return hub_visits(merger.plain, units, merger.names, buffers)
 
     def metadata(self) -> list[HubTensor]:
-        """Return name, dtype and shape of each tensor, in the order in which iterating gives them."""
+        """Return name, dtype and shape of each tensor, in the order of iteration."""
         return [piece.tensor for visit in self._visits for piece in visit.pieces if piece.is_last]
 
     def groups(self) -> list[list[str]]:
-        """Return the names by layer, in the same order."""
+        """Return the names grouped by layer, in the order of iteration."""
         return layer_groups(tensor.name for tensor in self.metadata())
 
     def held_names(self) -> None:
-        """Return None, by which vLLM knows that each rank gives all tensors."""
+        """Return None, which tells vLLM that each rank yields all tensors."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Give each tensor with its name. It is the caller's own.
+        """Yield each tensor with its name. The tensor belongs to the caller.
 
         Raises:
             StreamedModelError: a step is open, or the model was used in another way before all tensors were taken.
-            TransferError, IntegrityError: weights could not be brought.
+            TransferError, IntegrityError: weights could not be loaded.
         """
-        # Updates that are due would change weights half-way.
+        # Pending updates would change weights during the iteration.
         self._settle()
-        giving = self._giving = _Giving(self._session, self._visits, self._merger)
+        iteration = self._iteration = _Iteration(self._session, self._visits, self._merger)
         try:
-            while (pair := giving.take()) is not None:
+            while (pair := iteration.take()) is not None:
                 yield pair
         finally:
-            # A loop that is broken off comes here too.
-            giving.end()
+            # This also runs if the caller breaks off the loop.
+            iteration.end()
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[Tensor]]]:
-        """Give the tensors of one layer after the other, with their names. They are the caller's own."""
-        # One pass for all groups, as the groups are in the order of the tensors.
+        """Yield the names and the tensors of one layer after the other. The tensors belong to the caller."""
+        # The groups are in the order of the tensors, so one pass serves all of them.
         pairs = iter(self)
         for names in self.groups():
-            # The names come first in `zip`: it stops at their end without taking a pair of the next group.
+            # The names come first, so that `zip` stops at their end without taking a pair of the next group.
             yield names, [tensor for _, (_, tensor) in zip(names, pairs, strict=False)]
-        # The pass ends only where somebody asks for more, and is known then: the next one loads ahead.
+        # The pass ends when the next tensor is asked for. Its order is recorded then, so the next pass loads ahead.
         next(pairs, None)
 
     def checksums(self) -> dict[str, int]:
-        """Return a checksum of each tensor as it is now, to compare with those of the tensors that an engine has."""
+        """Return a checksum of each tensor, to compare with the tensors of an engine."""
         return {name: self.checksum(tensor) for name, tensor in self}
 
     @staticmethod
@@ -124,21 +123,21 @@ class HubWeights:
         return _native.crc32c(address_of(in_bytes, torch.uint8, in_bytes.numel()), in_bytes.numel())
 
     def stop(self) -> None:
-        """Give no more weights to a loop that takes them now: something else uses the model, or it closes."""
-        if self._giving is not None:
-            self._giving.end()
+        """End an iteration that is under way, because something else uses the model or the session closes."""
+        if self._iteration is not None:
+            self._iteration.end()
 
     def drop(self) -> None:
-        """Do so where an error closes the session. The pass is not ended, since other ranks may be gone."""
-        if self._giving is not None:
-            self._giving.is_open = False
+        """End an iteration after an error. The pass is not ended, because other ranks may be gone."""
+        if self._iteration is not None:
+            self._iteration.is_open = False
 
 
-class _Pass:
-    """A pass in which units come as for a forward."""
+class _PlayedPass:
+    """A pass of the player, which brings units as for a forward."""
 
     def __init__(self, player: Player) -> None:
-        """Begin nothing yet."""
+        """Take the player. The pass has not begun yet."""
         self._player = player
 
     def begin(self) -> None:
@@ -159,18 +158,18 @@ class _Pass:
         self._player.take_events()  # nobody asks what happened in it
 
 
-class _FromRam(_Pass):
-    """What stands for it while the memory of the gpu tier is lent: each unit comes by itself, to memory of its own."""
+class _RamPass(_PlayedPass):
+    """Replaces a pass while the memory of the GPU tier is lent: each unit is copied to memory of its own."""
 
     def __init__(self, session: Session) -> None:
-        """Take a session. Its ranks come to the same units."""
+        """Take a session. All of its ranks have to enter the same units."""
         super().__init__(session.player)
         self._in_ram = RamWeights(session)
         self._device = session.engine.options.device
         self._blocks = session.blocks
 
     def begin(self) -> None:
-        """Do nothing: no pass is played."""
+        """Do nothing, because no pass is played."""
 
     def enter(self, unit: str) -> WeightUse:
         """Copy the weights of a unit."""
@@ -185,19 +184,18 @@ class _FromRam(_Pass):
         """Do nothing, as in `begin`."""
 
 
-class _Giving:
-    """One time of giving all weights out."""
+class _Iteration:
+    """One iteration over all weights."""
 
     def __init__(self, session: Session, visits: Sequence[Visit], merger: LayerMerger | None) -> None:
         """Begin the pass."""
         self._merger = merger
-        self._pass = _FromRam(session) if session.store.loan.is_lent else _Pass(session.player)
+        self._pass = _RamPass(session) if session.store.loan.is_lent else _PlayedPass(session.player)
         self._is_alone = session.ranks is None
         self._device = session.engine.options.device
         self._buffers = _buffers(session.model)
         self._lock = threading.Lock()
-        # A visit is taken out when its unit is entered, so what is left here is what other ranks still need of this
-        # one.
+        # A visit is removed when its unit is entered. Other ranks still need this rank for the visits that are left.
         self._visits = deque(visits)
         self._pairs = self._all_pairs()
         self._use: WeightUse | None = None
@@ -205,13 +203,13 @@ class _Giving:
         """Whether the pass is under way."""
         self._is_whole = False
 
-        # Those who take weights may do so on several streams. All work of the pass is on one.
+        # All work of the pass is on one stream, though the caller may use several.
         self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         with self._computing():
             self._pass.begin()
 
     def take(self) -> tuple[str, Tensor] | None:
-        """Return the next tensor with its name; None: that was all."""
+        """Return the next name and tensor; None: there are no more."""
         with self._lock:
             if self._is_whole:
                 return None
@@ -223,7 +221,7 @@ class _Giving:
                 with self._computing():
                     pair = next(self._pairs, None)
             except BaseException:
-                # An interrupt as well: a generator that has raised gives nothing more, so the pass cannot go on.
+                # An interrupt counts too. A generator that has raised cannot go on, and nor can the pass.
                 self.is_open = False
                 self._pass.cancel()
                 raise
@@ -234,13 +232,13 @@ class _Giving:
             return pair
 
     def end(self) -> None:
-        """Give the weights that are in use back, and end the pass, if that was not done."""
+        """Release the weights in use and end the pass, unless it has ended."""
         with self._lock:
             if not self.is_open:
                 return
             self.is_open = False
             with self._computing():
-                # Nobody waits for the units that are left.
+                # Without other ranks nobody waits for the units that are left.
                 if self._is_alone:
                     self._pass.cancel()
                 else:
@@ -248,13 +246,12 @@ class _Giving:
 
     def _all_pairs(self) -> Iterator[tuple[str, Tensor]]:
         """Visit all units, and yield each tensor once it is whole."""
-        # Tensors that lie in several units are whole only after the last of these.
+        # A tensor that lies in several units is whole only after the last of them.
         begun = dict[str, Tensor]()
         while self._visits:
             visit = self._visits.popleft()
             plane = self._enter(visit)
-            # New for each visit: the merged matrices that it holds are dropped with it, so those of one unit are there
-            # at a time.
+            # Each visit has its own sources, so that only the merged matrices of one unit are in memory.
             sources = _Sources(visit.unit, plane, self._buffers, self._merger)
             for piece in visit.pieces:
                 tensor = self._taken(piece, sources, begun)
@@ -264,7 +261,7 @@ class _Giving:
         self._pass.end()
 
     def _taken(self, piece: HubPiece, sources: _Sources, begun: dict[str, Tensor]) -> Tensor:
-        """Return a tensor, flat, with what a piece adds to it."""
+        """Return a tensor, flat, after adding a piece to it."""
         name = piece.tensor.name
         if name not in begun:
             num_elements = torch.Size(piece.tensor.shape).numel()
@@ -274,11 +271,10 @@ class _Giving:
             elements = sources.elements(part)
             if part.num_columns:
                 elements = by_columns(elements, part.num_columns)
-            # Copied even where the tensor is one part, since the slot is another unit's before the caller is done with
-            # it.
+            # Even a tensor of one part is copied, because the slot is reused before the caller is done with it.
             tensor[part.at : part.at + elements.numel()] = elements
         if piece.is_last:
-            # The caller alone holds it from now on, and so decides when its memory is free.
+            # From now on the caller has the only reference.
             del begun[name]
         return tensor
 
@@ -290,13 +286,13 @@ class _Giving:
         return self._use.bytes.view(weight_dtype(visit.unit.layout.schema))
 
     def _leave(self) -> None:
-        """Give back the weights that are in use."""
+        """Release the weights in use."""
         if self._use is not None:
             self._use.leave()
             self._use = None
 
     def _pass_over(self) -> None:
-        """Visit what is left, since other ranks need this one's shards of it."""
+        """Visit the remaining units, because other ranks need this rank's shards of them."""
         self._leave()
         for visit in self._visits:
             self._enter(visit)
@@ -305,28 +301,28 @@ class _Giving:
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        """Compute on the stream of the pass for a while, without gradients.
+        """Compute on the stream of the pass, without gradients.
 
-        Inference mode is left, as for an evaluation: views of homes stay cached.
+        Inference mode is off, as in an evaluation, because views of homes stay cached.
         """
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(mode=False), torch.no_grad(), stream:
             yield
 
     def _hand_over(self, tensor: Tensor) -> None:
-        """Let the caller use a tensor on its current stream."""
+        """Make a tensor ready for the caller's current stream."""
         if self._stream is None:
             return
         current = torch.cuda.current_stream(self._device)
         if current != self._stream:
-            # The other stream waits for the work that makes the tensor. The allocator waits for the other stream before
-            # it uses the memory again.
+            # The caller's stream waits until the tensor is computed. The allocator waits for the caller's stream before
+            # it reuses the memory.
             current.wait_stream(self._stream)
             tensor.record_stream(current)
 
 
 class _Sources:
-    """The sources of a folder's tensors while a unit is visited."""
+    """Reads parts of a folder's tensors while a unit is visited."""
 
     def __init__(
         self, unit: Unit | None, plane: Tensor | None, buffers: Mapping[str, Tensor], merger: LayerMerger | None
@@ -334,8 +330,8 @@ class _Sources:
         """Take the weights of a unit, or buffers.
 
         Args:
-            unit: the unit; None: buffers are visited.
-            plane: its weights, flat.
+            unit: the unit; None: this visit yields buffers.
+            plane: the weights of the unit, flat.
             buffers: the buffers by name.
             merger: merges adapters, if the model has some.
         """
@@ -356,7 +352,7 @@ class _Sources:
         own_name = self._merger.own_names[part.source]
         base = self._slices[own_name]
 
-        # Merged once, though the experts of a layer have a tensor each.
+        # Each parameter is merged once, although every expert of a layer has a tensor of its own.
         if part.source not in self._merged:
             merged = self._merger.merged(part.source, self._in_fp32(base.name), self._in_fp32)
             self._merged[part.source] = merged.to(self._plane.dtype)

@@ -1,4 +1,7 @@
-"""Cuts each unit into the ranks' shards, and puts whole masters together from the shards of all ranks."""
+"""Cuts units into the shards of ranks, and reads whole masters from the shards of all ranks.
+
+Exports and checkpoints use it, on the training thread of every rank.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ def cut_shards(units: Sequence[Unit], ranks: Ranks) -> tuple[Unit, ...]:
 
 
 class WholeMasters:
-    """Whole masters, which the first rank reads from all ranks while the others serve it.
+    """The whole masters of all ranks. The first rank reads them while the others serve it.
 
-    Every rank makes one. The first rank calls `read` as often as it likes, and `end`; the others call `serve`, which
-    returns after that.
+    Every rank makes one. The first rank calls `read` any number of times, and then `end`. The others call `serve`,
+    which returns after that.
     """
 
     def __init__(self, ranks: Ranks, whole_units: Sequence[Unit], shards: Sequence[Unit], read: Read) -> None:
@@ -45,12 +48,12 @@ class WholeMasters:
         self._read = read
 
     def read(self, unit: Unit, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a whole unit's masters, flat, on the CPU. The first rank calls it."""
-        # The question goes to all ranks, which answer it in `serve`. So all of them are in the same collective.
+        """Return elements [start, stop) of a whole unit's masters, flat, on the CPU. Only the first rank calls it."""
+        # The request is broadcast to all ranks, which answer it in `serve`.
         return self.share(*self._ranks.broadcast(lambda: (unit.name, start, stop)))
 
     def share(self, unit: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a unit's masters to every rank. All of them call it alike."""
+        """Return elements [start, stop) of a unit's masters on every rank. All ranks make the same call."""
         whole = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         for first, values in self._pieces(unit, start, stop):
             offset = first - start
@@ -58,24 +61,24 @@ class WholeMasters:
         return whole
 
     def end(self) -> None:
-        """Let the other ranks go on."""
+        """Let `serve` return on the other ranks."""
         self._ranks.broadcast(lambda: None)
 
     def serve(self) -> None:
-        """Answer the first rank until it has all that it wants."""
-        # Only the first rank makes the question. The function is not called here, and says the type alone.
+        """Answer the requests of the first rank until it calls `end`."""
+        # The first rank's request arrives here. The function is not called on this rank, and only gives the type.
         while (asked := self._ranks.broadcast(lambda: ("", 0, 0))) is not None:
-            # For this rank's part in the collective alone: the first rank puts the pieces together.
+            # The result is not used, but this rank has to take part in the all-gather.
             self._pieces(*asked)
 
     def _pieces(self, unit: str, start: int, stop: int) -> list[Piece]:
-        """Return all ranks' runs of the elements asked for, each with its first element in the whole unit."""
+        """Return the requested elements from all ranks, as pieces with their first elements in the whole unit."""
         with self._ranks.ending_run_on_error():
             of_ranks = self._ranks.all_gather_object(self._own_pieces(unit, start, stop))
             return list(chain.from_iterable(of_ranks))
 
     def _own_pieces(self, unit: str, start: int, stop: int) -> list[Piece]:
-        """Return this rank's runs of the elements asked for, each with its first element in the whole unit."""
+        """Return the requested elements that lie in this rank's shard, as pieces of the whole unit."""
         pieces = []
         layout = self._whole_units[unit].layout
         for first, last, own in layout.shard_runs(self._ranks.rank, self._ranks.size):
@@ -93,9 +96,9 @@ class WholeMasters:
 def reading_masters(
     ranks: Ranks | None, whole_units: Sequence[Unit], shards: Sequence[Unit], read: Read
 ) -> Iterator[Read | None]:
-    """Give the first rank a function that reads whole masters. Every rank enters it.
+    """Yield a function that reads whole masters on the first rank, and None on all others. Every rank enters it.
 
-    The first rank reads inside. All others are given None, and have served it before they come inside.
+    The other ranks serve the first one until it has left, and only then enter.
 
     Args:
         ranks: the ranks of the run; None: this process has all masters itself.
@@ -116,5 +119,5 @@ def reading_masters(
     try:
         yield masters.read
     finally:
-        # Also if reading has failed: the other ranks serve until they are told.
+        # The other ranks serve until they are told, even if reading has failed.
         masters.end()

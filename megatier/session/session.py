@@ -1,4 +1,7 @@
-"""Session: a model with its store, player, optimizer and engine, which are opened, filled and closed together."""
+"""A session: a streamed model with its store, player, optimizer and engine.
+
+`train`, `megatier.stream` and the commands open one from a `Setup`. It is used on the thread that has opened it.
+"""
 
 from __future__ import annotations
 
@@ -50,27 +53,27 @@ from megatier.workers import Workers
 
 
 class Session:
-    """A streamed model in training. Use it as a context: its memory, threads and files end with it.
+    """A streamed model in training. Use it as a context, which frees its memory, threads and files at the end.
 
     Attributes:
         setup: the run, as it was opened.
         model: the skeleton. `model(**batch)` streams inside a pass.
-        own_units: the units, in module order, with the layout of what this process has of them: all, or a rank's shard.
-        whole_units: the same units with the layout of all ranks' shards together.
+        own_units: the units, in module order, with the layout of this rank's shards.
+        whole_units: the same units with the layout of the shards of all ranks.
         ranks: the ranks that share the state; None: this process has all of it.
-        all_ranks: the same, or a process that is alone, which is asked the same.
+        all_ranks: the same, or a `SingleRank` that answers the same calls.
         engine: runs steps and evaluations.
         store: holds all blocks of the run.
         placement: their homes, and the slots.
-        optimizer: does the arithmetic of updates, and measures gradients.
+        optimizer: computes updates and the norms of gradients.
         player: begins and ends passes.
         blocks: names and leases of the units' blocks.
         reader: reads state for checkpoints while passes go on.
         speculation: runs updates before the norm is known.
         in_place: names of the units whose frozen weights are read from the model's own files.
-        why_copied: why other frozen weights of a base that are at home on NVMe are not, in words.
-        io_threads: the number of native threads each way that read and write NVMe, and why so many.
-        owner: the process that opened all of this.
+        why_copied: why other frozen weights on NVMe are not read in place, in words.
+        io_threads: the number of native threads that read NVMe, which is also that of those that write, and the reason.
+        owner: the process that has opened the session.
     """
 
     @usual_defaults()
@@ -87,16 +90,16 @@ class Session:
     ) -> None:
         """Choose homes and slots, and open all parts.
 
-        Memory and files are taken by `seal`, or by the first use of a block.
+        `seal`, or the first use of a block, allocates memory and files.
 
         Args:
             setup: the run.
             run_id: names the block files; None: random.
-            seed: of the random numbers that a forward draws; None: the caller has seeded torch's generators.
-            reuses: whether to take the block files that a savepoint kept, with the bytes in them.
-            run: the run directory, which a note beside the block files names; empty: there is none.
+            seed: seed of the random numbers of forwards; None: the caller has seeded torch's generators.
+            reuses: whether to reuse the block files of a savepoint with their contents.
+            run: the run directory, which is noted beside the block files; empty: there is none.
             ranks: the ranks that share the state. Budgets of RAM and NVMe are those of a host, for all its ranks.
-            any_shape: whether batches may have any size, so that compiled code has to serve all of them.
+            any_shape: whether batches may have any shape, so that layers are compiled with dynamic shapes.
 
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: the run cannot start.
@@ -110,17 +113,18 @@ class Session:
         self.whole_units = work.units
         self.own_units = work.units if ranks is None else cut_shards(work.units, ranks)
 
-        # Before anything is opened, since it refuses what the device cannot compute.
+        # This refuses a run that the device cannot compute, so it comes before anything is opened.
         options = _engine_options(setup, seed, any_shape=any_shape)
         if setup.compiles:
             keep_code()
         rates = setup.machine.measured_rates
         self.io_threads = io_threads(setup.config.tiers.io_threads, rates)
 
-        # Each step opens one part and leaves on the stack what closes it. If a later step fails, all that is open is
-        # closed, the last part first. `close` does the same.
+        # Each statement opens a part and puts its closing on the stack. If a later one fails, all open parts are
+        # closed, the last one first. `close` does the same.
         with ExitStack() as opened:
-            # A block is moved when its slowest mount is done. Reads and writes come mixed, so the mixed rates count.
+            # A block has moved when its slowest mount is done. Reads and writes come mixed, so mounts get shares by
+            # their mixed rates.
             drives = rates.drives if rates is not None and len(setup.machine.mounts) > 1 else ()
             shares = tuple(drive.mixed_bytes_per_s for drive in drives)
             io = replace(
@@ -135,7 +139,7 @@ class Session:
             self.optimizer = self._open_optimizer(opened, setup)
             self._open_player(opened, work)
 
-            # After the player, which has registered all blocks: their extents are told where the bytes lie.
+            # This comes after the player, which has registered all blocks and so given them extents.
             self.in_place = self._attach_base(work)
             self.why_copied = work.in_place.why_not
 
