@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatier.compute.varlen_attention import OPERATOR
+
 FLEX = torch.ops.higher_order.flex_attention
 """Flex attention as an operator of a compiled graph."""
 KERNELS = frozenset(
@@ -26,9 +28,11 @@ KERNELS = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        OPERATOR,
     }
 )
-"""What `scaled_dot_product_attention` runs. Without one of them it is a chain of products, of which nothing is kept."""
+"""What `scaled_dot_product_attention` runs, and what runs over images of any sizes. Without one of them attention is a
+chain of products, of which nothing is kept."""
 
 _aten = torch.ops.aten
 PASSING_ON = frozenset(

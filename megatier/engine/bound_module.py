@@ -28,6 +28,7 @@ from megatier.guards.crossing import FORWARDS_CHECKED, check_inside, note_owner
 from megatier.guards.unbound_weights import make_unbound
 from megatier.guards.weight_changes import WEIGHT_CHANGE_REMEDY, Unchanged, changed_weight_error
 from megatier.models.decoder import Binding
+from megatier.models.tower_attention import longest_as_tensor
 from megatier.tier import Activations
 
 
@@ -85,6 +86,8 @@ class BoundModule:
         """PEFT's wrappers of those parameters that have an adapter of their own."""
         # `run` adapts them before the forward: inside of it, PEFT would take a bound view out of its module.
         take_over(self._adapters)
+        self._has_images = stage.tower_attention.serves(module)
+        """Whether it computes attention over images of any sizes."""
         self._forward: Callable[..., Any] = module.forward
         self._compiled: Compiled[..., Any] | None = None
         # An embedding only looks rows up, so compiling it gains nothing.
@@ -172,7 +175,12 @@ class BoundModule:
         by_bits = (self.is_new or self.is_written) and not is_captured
         unchanged = Unchanged([*self._slices, *self._lent], weights, by_bits=by_bits)
 
-        with self._bound(weights), self.stage.arithmetic(), adapted(self._adapters), running(self.tiled):
+        images: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._has_images:
+            images = self.stage.tower_attention.applied()
+            kwargs = longest_as_tensor(kwargs)
+
+        with images, self._bound(weights), self.stage.arithmetic(), adapted(self._adapters), running(self.tiled):
             # Evaluation runs uncompiled: the training graph alone is compiled, so no second one has to agree with it.
             forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
             try:

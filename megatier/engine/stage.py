@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatier.compute.compilation import Compilation
 from megatier.engine.grad_sink import GradSink
 from megatier.engine.gradient import Gradients
+from megatier.models.tower_attention import TowerAttention
 from megatier.tier import Leg, Phase
 
 
@@ -126,6 +127,8 @@ class Stage:
     """Whether that goes off the GPU with an offloaded input."""
     arithmetic: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """A context for every forward and backward of a unit: how its products are taken."""
+    tower_attention: TowerAttention = field(default_factory=TowerAttention)
+    """The attention of towers whose images have any number of patches."""
     is_running: bool = True
     """Whether a forward of the model runs. Only then is it known which step's weights a module is to have."""
     alone: Callable[[str], contextlib.AbstractContextManager[None]] | None = None

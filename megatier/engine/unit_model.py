@@ -37,6 +37,7 @@ from megatier.models.decoder import Binding, Unit, bindings, tiled_names
 from megatier.models.dtypes import place_buffers
 from megatier.models.masks import BlockMasks
 from megatier.models.products import set_products
+from megatier.models.tower_attention import TowerAttention
 from megatier.optim.masters import weight_dtype
 from megatier.patch import patched
 from megatier.ranks.channel import SingleRank
@@ -95,6 +96,7 @@ class UnitModel:
             offloads_attention=options.offloads_attention,
             arithmetic=_arithmetic(options),
             model=skeleton,
+            tower_attention=TowerAttention.of(skeleton),
             is_running=False,
         )
         """What its nodes share."""
@@ -199,7 +201,7 @@ class UnitModel:
         was_running = self.stage.is_running
         self.stage.is_running = True
         try:
-            with refused_outside(self.skeleton):
+            with refused_outside(self.skeleton), self.stage.tower_attention.applied():
                 yield
         finally:
             self.stage.is_running = was_running
