@@ -141,7 +141,7 @@ class TiersConfig(Section):
     update_threads: int | None = None
     """Threads that run AdamW on the CPU, 1 to 1024. None: one for each core that this process may use."""
     direct_io: Literal["auto", "never"] = "auto"
-    """auto: read and write with O_DIRECT if the file system takes it. never: go through the page cache."""
+    """I/O on NVMe. auto: with O_DIRECT if the file system takes it. never: through the page cache."""
     checksums: bool = True
     """Verify checksums of everything that is read from NVMe."""
     gpu_direct: bool = False
@@ -224,8 +224,8 @@ class TrainConfig(Section):
     """Under offload, move attention's output to RAM too, instead of keeping it on the GPU. The results stay the
     same."""
     optimizer: OptimizerName = "adamw"
-    """adamw: 12 bytes of state a parameter. muon: 8 bytes in matrices of decoder layers; embeddings, head, norms and
-    biases stay with AdamW. lion: 8 bytes; it wants a smaller learning rate, and train.beta2 0.99."""
+    """Optimizer. adamw: 12 bytes of state a parameter. muon: 8 bytes in matrices of decoder layers; all others stay
+    with AdamW. lion: 8 bytes; it wants a smaller learning rate, and train.beta2 0.99."""
     learning_rate: float = 3e-4
     """Peak learning rate, at least 0."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
