@@ -280,8 +280,10 @@ def _expand(entry: str, suffixes: tuple[str, ...], expected: frozenset[str], say
         raise DataError(f"data.files: {entry!r} is neither a path nor a pattern: {error}.") from error
 
     if not found:
-        what = f"holds no file in {' '.join(suffixes)}" if path.is_dir() else "matches no file or folder"
-        raise DataError(f"data.files: {entry} {what}.")
+        what = f"holds no file in {' '.join(suffixes)}. Name its files, or their suffixes in data.suffixes."
+        if not path.is_dir():
+            what = "matches no file or folder. Check the path: a relative one begins at the working directory."
+        raise DataError(f"data.files: {entry} {what}")
     return sorted(found, key=lambda file: file.as_posix())
 
 
