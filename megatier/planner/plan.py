@@ -26,7 +26,7 @@ from megatier.schedule.budgets import Budgets
 from megatier.schedule.drive_rates import DriveRates
 from megatier.schedule.lent_room import LentRoom, lent_room
 from megatier.schedule.moves import Moves, by_queue
-from megatier.schedule.placement import Placement, all_short, place
+from megatier.schedule.placement import Placement, name_all_shortages, place
 from megatier.schedule.sizes import block_bytes, home_bytes
 from megatier.schedule.timeline import Access
 from megatier.schedule.world import World
@@ -276,7 +276,7 @@ def _place(trial: Trial, setup: Setup) -> Placement:
         refusal = advise_parts(short, setup)
         if refusal is short:
             # More parts of experts would not help, so the error names everything that is short.
-            refusal = all_short(short, trial.work.specs, trial.budgets, trial.work.policy)
+            refusal = name_all_shortages(short, trial.work.specs, trial.budgets, trial.work.policy)
         # A refusal alone leaves users to guess, so settings that would fit are tried first.
         raise add_remedies(refusal, setup, lambda other: Trial.of(other).placed()) from short
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from megatier.errors import TimelineError
-from megatier.schedule.order import passed_over
+from megatier.schedule.order import find_left_out
 from megatier.schedule.placement import Placement
-from megatier.schedule.timeline import Access, Load, ReduceScatter, Timeline, Update, build, rest
+from megatier.schedule.timeline import Access, Load, ReduceScatter, Timeline, Update, build, build_rest
 from megatier.store.transfer import Transfer
 from megatier.tier import Leg
 
@@ -141,7 +141,7 @@ class Pass:
 
         # Loads of what is left out were submitted long ago, so each such access has to come and go for the queues to go
         # on.
-        skipped = passed_over(self.timeline.accesses, self.accesses, access, self.left_out, trained)
+        skipped = find_left_out(self.timeline.accesses, self.accesses, access, self.left_out, trained)
         for recorded in skipped:
             self.left_out.add((recorded.unit, recorded.group))
         return skipped
@@ -328,5 +328,5 @@ class Orders:
         for legs, course in self._courses[played.name].items():
             if legs.startswith(played.course) and course.accesses[:done] == so_far:
                 played.planned = legs
-                played.timeline = rest(course.accesses, done, self._placement)
+                played.timeline = build_rest(course.accesses, done, self._placement)
                 return

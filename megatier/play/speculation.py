@@ -31,7 +31,7 @@ from megatier.play.optimizer_protocol import Optimizer
 from megatier.play.spilled_updates import CHUNK_DEPTH, UpdateChunk, update_chunk
 from megatier.play.unit_blocks import UnitBlocks
 from megatier.schedule.demand import Demand
-from megatier.schedule.moves import Move, carried, read, write
+from megatier.schedule.moves import Move, from_nvme, matrix_moves, to_nvme
 from megatier.store.queue import Queue
 from megatier.store.transfer import Transfer
 from megatier.tier import round_up
@@ -282,7 +282,7 @@ class Speculation:
             self._planned.popleft()
             self._asked.append(chunk)
             size = self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)
-            self._count(chunk.attempt, read(size))
+            self._count(chunk.attempt, from_nvme(size))
 
     def _update_chunk(self, chunk: SpeculativeChunk) -> None:
         """Run AdamW on one chunk, and start its way to the new generation."""
@@ -291,13 +291,13 @@ class Speculation:
         blocks = self._blocks
         update_chunk(blocks, self._recorder, attempt.apply, chunk, feeds=False)
 
-        for move in carried(blocks.units[unit]):
+        for move in matrix_moves(blocks.units[unit]):
             self._count(attempt, move)
         # What the new generation has in RAM is written where it lies, so nothing of it moves.
         for kind in blocks.spilled(unit):
             start, stop = blocks.span(unit, kind, chunk.elements)
             num_bytes = round_up(stop) - start
-            self._count(attempt, write(num_bytes))
+            self._count(attempt, to_nvme(num_bytes))
 
     def _next(self) -> None:
         """Take the first chunk out. If it was read in vain, its slots are free again."""

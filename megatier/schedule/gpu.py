@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatier.schedule.policy import Policy
-from megatier.schedule.sizes import grad_bytes, passing_kinds_of, state_bytes, trained, trained_bytes
+from megatier.schedule.sizes import grad_bytes, passing_kinds_of, state_bytes, trained_bytes, trained_units
 from megatier.schedule.slots import SlotPlan, collective_slots, gpu_slots, least_gpu_bytes, total_bytes
 from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Tier
@@ -106,7 +106,7 @@ def _choose_streamed(rest: Sequence[UnitSpec], budget: int, policy: Policy) -> l
         policy: the share wanted, and all that decides sizes.
     """
     # State comes under the backward and is updated after it, which the immediate mode would not wait for.
-    candidates = trained(rest)
+    candidates = trained_units(rest)
     is_wanted = policy.deferred and policy.streamed_share
     if not (is_wanted and candidates and Tier.RAM in policy.state):
         return []

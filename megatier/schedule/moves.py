@@ -1,8 +1,8 @@
-"""Counts the bytes that each part of a step takes from tier to tier, and names their queues. Pure.
+"""The moves of a step: how many bytes each part of it takes from tier to tier, and on which queue. Pure.
 
-The timeline says what is done in which order. This says what each of its items moves, and what follows the gradient of
-a group, which no timeline plans: a unit may be left out. The forecast times these moves. `Demand` adds them up as the
-player asks for them. The store counts what really moved, which has to be the same to the byte.
+`Moves` gives the moves of each item of a timeline. It also gives those of a group's gradient, which no timeline plans,
+because a pass may leave a unit out. The forecast times these moves, and `Demand` adds them up when the player asks for
+them. The store counts the bytes that really moved, and the two sums have to be equal.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from megatier.tier import Kind, Tier, round_up
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes on one queue between two tiers."""
+    """A number of bytes that a queue moves."""
 
     queue: str
-    """A queue of the store, such as `nvme_to_ram`; or `ranks`, by which bytes come from other ranks."""
+    """A queue of the store, such as `nvme_to_ram`; or `ranks`, for bytes that come from other ranks."""
     num_bytes: int
-    """As many bytes as the store counts, in whole pages."""
+    """Bytes as the store counts them, in whole pages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
-    """The way of a unit's gradient of one group, once compute has made it, or ranks have scattered it."""
+    """The moves of a unit's gradient of one group, after the backward, or after the reduce-scatter of the ranks."""
 
     fetched: tuple[Move, ...]
-    """Moves that bring the sum of the groups before to the GPU, if this gradient is added to it there."""
+    """Moves that bring the sum of the groups before to the GPU, if the gradient is added to it there."""
     shipped: tuple[Move, ...]
-    """Moves that take the sum, or the gradient of one group, from the GPU to its home; none if it stays there."""
+    """Moves that take the sum, or the gradient of one group, from the GPU home; empty if it stays there."""
     sums_in_ram: bool
-    """Whether it is then added up in RAM, on the queue `update`."""
+    """Whether the queue `update` then adds it to a sum in RAM."""
     is_final: bool
     """Whether the sum is the unit's gradient of the step."""
     update: Update | None
-    """The update that follows at once, because the norm is not waited for: in the immediate mode, or because the unit
-    speculates."""
+    """The update that follows without waiting for the norm, in the immediate mode or if the unit speculates; or
+    None."""
 
 
 class Moves:
-    """The moves of each part of a step, under one placement.
+    """The moves of each part of a step, for one placement.
 
-    A part that takes several moves gives them in order: each one begins when the one before is over.
+    Several moves of a part follow each other: each begins when the one before is over.
     """
 
     def __init__(self, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
@@ -67,14 +67,14 @@ class Moves:
     def of(self, item: Item) -> tuple[Move, ...]:
         """Return the moves of an item.
 
-        An update that feeds a load has the moves of both, and so has a load that an update follows.
+        An update that feeds a load has the moves of both. So does a load with an update after it.
         """
         match item:
             case Load(updates=True):
                 return (*self.load(item.unit), *self.return_weights(item.unit))
             case Load():
                 return self.load(item.unit)
-            # Outside of a pass no load brings its weights to where AdamW works.
+            # Outside of a pass no load brings the weights to the GPU.
             case Update() if item.unit in self._placement.streamed:
                 return (*self.bring(item.unit), *self.return_weights(item.unit))
             case Update(load=None):
@@ -86,7 +86,7 @@ class Moves:
             case Exchange():
                 moves: list[Move] = []
 
-                # In this order, since what comes fills the slots that are left.
+                # New state needs the slots of the old state.
                 for unit in item.home:
                     moves += self.return_state(unit)
                 for unit in item.fetched:
@@ -96,12 +96,12 @@ class Moves:
     # ------------------------------------------------------------------ weights
 
     def load(self, unit: str) -> tuple[Move, ...]:
-        """Return the moves that bring a unit's weights, whole, to a GPU slot, if no update feeds them."""
+        """Return the moves that bring a unit's whole weights to a GPU slot, if no update feeds them."""
         size = block_bytes(self._units[unit], Kind.WEIGHT)
         return (*self.bring(unit), *self._from_others(size))
 
     def bring(self, unit: str) -> tuple[Move, ...]:
-        """Return moves that bring what this rank has of a unit's weights to a GPU slot, unless it is at home there."""
+        """Return the moves that bring this rank's weights of a unit to a GPU slot; none if its home is the GPU."""
         home = self._placement.homes[unit, Kind.WEIGHT]
         if home is Tier.GPU:
             return ()
@@ -110,12 +110,12 @@ class Moves:
         return self._up(home, size)
 
     def feed(self, unit: str) -> tuple[Move, ...]:
-        """Return the moves that bring the weights that an update has just written to RAM slots to a GPU slot."""
-        # The update has no frozen weights in its slots: they come by `load_frozen`.
+        """Return the moves that bring weights from the RAM slots of their update to a GPU slot."""
+        # Frozen weights are not in those slots. They come by `load_frozen`.
         return (Move("ram_to_gpu", trained_bytes(self._units[unit], Kind.WEIGHT)),)
 
     def load_frozen(self, unit: str) -> tuple[Move, ...]:
-        """Return the moves that bring the frozen weights, which no update feeds, after those that it feeds."""
+        """Return the moves that bring a unit's frozen weights, which no update feeds."""
         home = self._placement.homes[unit, Kind.WEIGHT]
         spec = self._units[unit]
         whole = block_bytes(spec, Kind.WEIGHT)
@@ -125,14 +125,14 @@ class Moves:
     # ------------------------------------------------------------------ gradients
 
     def gradient(self, unit: str, group: int) -> Gradient:
-        """Return the way of a unit's gradient of one group. If one group of a step has one, all have."""
+        """Return the moves of a unit's gradient of one group. If one group of a step has a gradient, all have one."""
         placement = self._placement
         policy = self._policy
 
-        # The last group makes the sum whole, so rounding, measuring and the update follow it alone.
+        # The last group completes the sum, so only then it is rounded, measured and used for the update.
         is_last = group == policy.groups - 1
 
-        # A speculative update runs as if nothing were clipped. The others of the deferred mode wait for the norm.
+        # A speculative update does not wait for the norm. All others of the deferred mode do.
         waits_for_norm = policy.deferred and unit not in placement.speculative
         updates = is_last and not waits_for_norm
         return Gradient(
@@ -153,44 +153,44 @@ class Moves:
         return tuple(moves)
 
     def sums_ahead(self, timeline: Timeline) -> frozenset[int]:
-        """Return the accesses whose backward adds to a sum that left the GPU, and has to come again before they end."""
+        """Return the accesses whose backward adds to a sum that has left the GPU, and so has to come back first."""
         ahead = set()
         for (unit, group), index in timeline.last_uses().items():
-            # The first group adds to nothing.
+            # The first group has no sum to add to.
             if group and self._fetch_sum(unit):
                 ahead.add(index)
         return frozenset(ahead)
 
     def reduce_scatter(self, scatter: ReduceScatter) -> tuple[Move, ...]:
-        """Return the moves by which a rank receives the others' gradients of its shard, of one group each."""
-        # Sizes of units are those of a shard.
+        """Return the moves by which a rank receives the gradients of its shard from the other ranks."""
+        # Sizes of units are those of shards.
         shard_bytes = self._units[scatter.unit].num_trained * scatter.width
         return self._from_others(shard_bytes)
 
     # ------------------------------------------------------------------ updates
 
     def read_state(self, unit: str) -> tuple[Move, ...]:
-        """Return the moves by which an update reads the state, and the gradient, that are at home on NVMe."""
+        """Return the moves by which an update reads state and gradient from NVMe, as far as they are at home there."""
         num_bytes = self._spilled_bytes(unit)
         grad_home = self._placement.grad_homes[unit]
         if grad_home is Tier.NVME:
             num_bytes += final_grad_bytes(self._units[unit], self._policy)
-        return (read(num_bytes),)
+        return (from_nvme(num_bytes),)
 
     def write_state(self, unit: str) -> tuple[Move, ...]:
-        """Return the moves by which an update writes the state that is at home on NVMe."""
-        return (write(self._spilled_bytes(unit)),)
+        """Return the moves by which an update writes state to NVMe, as far as it is at home there."""
+        return (to_nvme(self._spilled_bytes(unit)),)
 
     def update(self, unit: str) -> tuple[Move, ...]:
-        """Return the moves of an update on the CPU, or of one that is carried to the GPU, that feeds nothing."""
+        """Return the moves of an update that feeds no load, on the CPU or with matrices carried to the GPU."""
         return (*self.read_state(unit), *self.carry(unit), *self.write_state(unit))
 
     def carry(self, unit: str) -> tuple[Move, ...]:
         """Return the moves of a unit's matrices from RAM to the GPU and back; none if they are updated in place."""
-        # On that queue the state is on the GPU already.
+        # The state of such a unit is on the GPU already.
         if self._placement.update_queue(unit) == "update_gpu":
             return ()
-        return carried(self._units[unit])
+        return matrix_moves(self._units[unit])
 
     # ------------------------------------------------------------------ streamed state
 
@@ -204,7 +204,7 @@ class Moves:
 
     def return_weights(self, unit: str) -> tuple[Move, ...]:
         """Return the moves that take the weights of a streamed unit home after its update."""
-        # Frozen weights are as they were at home.
+        # Frozen weights did not change.
         return (Move("gpu_to_ram", trained_bytes(self._units[unit], Kind.WEIGHT)),)
 
     # ------------------------------------------------------------------ activations
@@ -216,21 +216,21 @@ class Moves:
             return (out,)
 
         drive_bytes = self._on_drive(unit, num_bytes, start)
-        return out, write(drive_bytes)
+        return out, to_nvme(drive_bytes)
 
     def unstash(self, unit: str, num_bytes: int, start: int = 0) -> tuple[Move, ...]:
-        """Return the moves that bring them back."""
+        """Return the moves that bring some bytes of an offloaded activation back to the GPU."""
         back = Move("ram_to_gpu", num_bytes)
         if self._placement.activation_homes[unit] is Tier.RAM:
             return (back,)
 
         drive_bytes = self._on_drive(unit, num_bytes, start)
-        return read(drive_bytes), back
+        return from_nvme(drive_bytes), back
 
     # ------------------------------------------------------------------ sizes
 
     def next_part(self, stop: int) -> int:
-        """Return the first byte of the next tensor of an activation, if the one before ends here: that of a granule."""
+        """Return where the next tensor of an activation begins after one that ends here: at the next whole granule."""
         return round_up(stop, self._policy.granule_bytes)
 
     def _on_drive(self, unit: str, num_bytes: int, start: int) -> int:
@@ -243,27 +243,27 @@ class Moves:
 
         Args:
             unit: the unit.
-            is_last: whether it is the last group. If groups are summed on the GPU, this gradient is the final one.
+            is_last: whether it is the last group, whose sum is final if groups are summed on the GPU.
         """
         placement = self._placement
         home = placement.grad_homes[unit]
         if home is Tier.GPU:
             return ()
 
-        # A sum is fp32, and the final gradient in the compute dtype may be smaller. A sum in RAM is rounded there, so
-        # the fp32 of the last group has to get there first.
+        # A sum has fp32, and the final gradient has the compute dtype, which may be smaller. A sum in RAM is rounded
+        # only there, so the last group's gradient goes there in fp32.
         is_rounded = is_last and placement.sum_tier(unit) is Tier.GPU
         bytes_of = final_grad_bytes if is_rounded else grad_bytes
         num_bytes = bytes_of(self._units[unit], self._policy)
 
         out = Move("gpu_to_ram", num_bytes)
         if home is Tier.NVME:
-            return out, write(num_bytes)
+            return out, to_nvme(num_bytes)
         return (out,)
 
     def _fetch_sum(self, unit: str) -> tuple[Move, ...]:
         """Return the moves that bring the sum of the groups before to the GPU, if gradients are added there."""
-        # A unit that is frozen whole has no gradient, and no entry.
+        # Frozen units have no gradient, and so no entry.
         placement = self._placement
         home = placement.grad_homes.get(unit, Tier.GPU)
         if home is Tier.GPU or placement.sum_tier(unit) is Tier.RAM:
@@ -273,15 +273,15 @@ class Moves:
         return self._up(home, num_bytes)
 
     def _up(self, home: Tier | None, size: int) -> tuple[Move, ...]:
-        """Return the moves to the GPU from a home, or from a slot in RAM (None)."""
+        """Return the moves to the GPU from a home; None: from a slot in RAM."""
         if home is not Tier.NVME:
             return (Move("ram_to_gpu", size),)
         if self._policy.gpu_direct:
             return (Move("nvme_to_gpu", size),)
-        return (read(size), Move("ram_to_gpu", size))
+        return (from_nvme(size), Move("ram_to_gpu", size))
 
     def _from_others(self, size: int) -> tuple[Move, ...]:
-        """Return the moves that bring as many bytes from each other rank; none if there is no other."""
+        """Return the move that brings so many bytes from each other rank; none for a single rank."""
         others = self._policy.num_ranks - 1
         return (Move("ranks", others * size),) if others else ()
 
@@ -308,8 +308,8 @@ def by_queue(moves: Iterable[Move]) -> Counter[str]:
     return +moved
 
 
-def carried(spec: UnitSpec) -> tuple[Move, ...]:
-    """Return the moves of state in RAM that is updated by matrix: to the GPU, with its gradient, and back."""
+def matrix_moves(spec: UnitSpec) -> tuple[Move, ...]:
+    """Return the moves of state that is updated by matrix: from RAM to the GPU, with its gradient, and back."""
     if not spec.schema.by_matrix:
         return ()
     state = spec.num_trained * spec.schema.bytes_per_parameter
@@ -319,11 +319,11 @@ def carried(spec: UnitSpec) -> tuple[Move, ...]:
     return there, back
 
 
-def read(num_bytes: int) -> Move:
+def from_nvme(num_bytes: int) -> Move:
     """Return a move from NVMe to RAM."""
     return Move("nvme_to_ram", num_bytes)
 
 
-def write(num_bytes: int) -> Move:
+def to_nvme(num_bytes: int) -> Move:
     """Return a move from RAM to NVMe."""
     return Move("ram_to_nvme", num_bytes)

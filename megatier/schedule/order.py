@@ -9,7 +9,7 @@ from megatier.schedule.timeline import Access
 from megatier.tier import Phase
 
 
-def passed_over(
+def find_left_out(
     recorded: Sequence[Access],
     used: Sequence[Access],
     access: Access | None,

@@ -1,12 +1,12 @@
-"""Plans the home tier of every block, and the slots through which the others pass.
+"""The placement of a run: the home tier of every block, and the slots through which other blocks pass. Pure.
 
-A pure function of units, budgets and policy: no torch, no machine. Residency is static, because a step scans all units
-in a cycle, which defeats any recently-used rule. Units fill the GPU first (`schedule.gpu`). Of what is left, RAM takes
-as much as it can (`schedule.ram`); some of it may be streamed to the GPU to be updated there. The rest lies on NVMe.
+The planner and the session call `place` with units, budgets and policy. Homes never change in a run, because a step
+uses all units in a cycle, for which least-recently-used eviction always evicts the unit that is needed next. Units fill
+the GPU first (`gpu`). RAM takes as much as it can of the rest (`ram`), and some of that may be streamed to the GPU for
+its update. All else lies on NVMe.
 
-Units that spill may have several generations of state, each with a place of its own on NVMe. One of them may be kept as
-a savepoint, and a speculative update writes to one that does not hold. Of units in RAM those have a second place there
-for which it has room.
+Units that spill may have several generations of state, each in a place of its own on NVMe. One may be kept as a
+savepoint, and a speculative update writes to a spare one. Units in RAM have a second place there if it has room.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megatier.schedule.budgets import Budgets
 from megatier.schedule.gpu import fill_gpu
 from megatier.schedule.policy import Policy
 from megatier.schedule.ram import Homes, RamShare, fill_ram, spills
-from megatier.schedule.sizes import grad_bytes, home_bytes, state_bytes, trained
+from megatier.schedule.sizes import grad_bytes, home_bytes, state_bytes, trained_units
 from megatier.schedule.slots import SlotPlan
 from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Tier, round_up
 
 UpdateQueue = Literal["update", "update_nvme", "update_gpu"]
-"""A queue that updates: on the CPU units in RAM, on the CPU units that spill, or on the GPU."""
+"""A queue for updates: of units in RAM on the CPU, of units that spill on the CPU, or on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """The plan of where every block lies, and of all slots."""
+    """The home of every block, and all slots."""
 
     homes: Mapping[tuple[str, Kind], Tier]
     """The home tier of each unit's block of each kind of state."""
@@ -41,47 +41,47 @@ class Placement:
     chunk_elements: int
     """Elements of one update chunk."""
     activation_homes: Mapping[str, Tier]
-    """The tier where the activation of each unit that offloads it waits for the backward: ram or nvme."""
+    """The tier where each offloaded activation waits for the backward, by unit: ram or nvme."""
     grad_homes: Mapping[str, Tier | None]
-    """The tier where the finished gradient of each trained unit waits for its update: NVMe if RAM is too short for all.
-    None: the gradient is only ever in a slot."""
+    """The tier where the final gradient of each trained unit waits for its update: NVMe if RAM is too short for all.
+    None: the gradient is only in slots."""
     sums_on_gpu: bool = False
-    """Whether the sums of several groups are taken in GPU slots, to which they come again, from RAM or NVMe, for each
-    group: because RAM is too short for them, or because each group adds gradients of several ranks."""
+    """Whether groups are summed in GPU slots, so that each sum comes back from RAM or NVMe for each group. This is so
+    if RAM is too short for the sums, or if each group adds gradients of several ranks."""
     num_ranks: int = 1
-    """Ranks that share the state. All homes are those of shards; whole weights are only ever in slots."""
+    """Ranks that share the state. Homes are those of shards, and whole weights are only in slots."""
     streamed: tuple[str, ...] = ()
     """Units at home in RAM whose state passes through GPU slots and is updated there, in forward order."""
     spilled: tuple[str, ...] = ()
-    """Units with state on NVMe, in forward order. Those that are frozen whole are not among them."""
+    """Trained units with state on NVMe, in forward order."""
     generations: int = 1
     """Places on NVMe for the state of each unit that spills."""
     speculative: tuple[str, ...] = ()
-    """Units that may be updated before the norm is known, in forward order: those that spill, and those in RAM that
-    have a second place there; or none."""
+    """Units that may be updated before the norm is known, in forward order: those that spill, and those in RAM with a
+    second place there. Empty if there is no generation for it."""
     state_bytes: Mapping[Tier, int] = field(default_factory=dict)
     """Bytes of one generation of the state in each tier."""
     other_bytes: Mapping[Tier, int] = field(default_factory=dict)
     """Bytes of gradients, activations, slots and further generations in each tier."""
 
     def update_queue(self, unit: str) -> UpdateQueue:
-        """Return the queue on which AdamW runs for a unit that is trained."""
+        """Return the queue that updates a trained unit."""
         is_on_gpu = self.homes[unit, Kind.WEIGHT] is Tier.GPU
         if is_on_gpu or unit in self.streamed:
             return "update_gpu"
 
-        # A gradient on NVMe is read chunk by chunk too. No drive shall hold up units that are in RAM whole.
+        # A gradient on NVMe is read chunk by chunk too. Drives must not hold up units that are whole in RAM.
         reads_drives = unit in self.spilled or self.grad_homes[unit] is Tier.NVME
         return "update_nvme" if reads_drives else "update"
 
     def sum_tier(self, unit: str) -> Tier:
-        """Return the tier where the gradients of several groups are added up for a unit that is trained: gpu or ram."""
+        """Return the tier where the gradients of several groups are added up for a trained unit: gpu or ram."""
         if self.sums_on_gpu or self.grad_homes[unit] is Tier.GPU:
             return Tier.GPU
         return Tier.RAM
 
     def num_slots(self, tier: Tier, kind: Kind) -> int:
-        """Return the number of slots for one kind of block; 0 if none are planned."""
+        """Return the number of slots for one kind of block in a tier."""
         return sum(plan.num_slots for plan in self.slots if (plan.tier, plan.kind) == (tier, kind))
 
 
@@ -89,15 +89,15 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     """Choose every home and every slot.
 
     Raises:
-        PlanError: it does not fit; names what is short, the figures, and what to change.
+        PlanError: it does not fit. The error names the tier, the figures, and what to change.
     """
-    # The GPU first, then RAM. The gradient of a streamed unit stays on the GPU, where its update needs it.
+    # The gradient of a streamed unit stays on the GPU, where its update needs it.
     gpu = fill_gpu(units, budgets.gpu, policy)
     streamed = tuple(spec.name for spec in gpu.streamed)
-    shipped = [spec for spec in trained(gpu.rest) if spec.name not in streamed]
+    shipped = [spec for spec in trained_units(gpu.rest) if spec.name not in streamed]
     ram = fill_ram(units, gpu.rest, shipped, budgets, policy)
 
-    # RAM is too short for all state, and a streamed unit has to be at home there whole: so none is streamed.
+    # A streamed unit has to be whole in RAM. If RAM is too short for all state, none is streamed.
     if streamed and Tier.NVME in ram.homes.values():
         none_streamed = replace(policy, streamed_share=0.0)
         return place(units, budgets, none_streamed)
@@ -105,9 +105,9 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     homes = {(spec.name, kind): Tier.GPU for spec in gpu.resident for kind in spec.kinds}
     homes |= ram.homes
     slots = gpu.slots + ram.slots
-    spilled = [spec for spec in trained(gpu.rest) if spills(spec, homes)]
+    spilled = [spec for spec in trained_units(gpu.rest) if spills(spec, homes)]
 
-    # The immediate mode updates in place, in the only generation that there is.
+    # The immediate mode updates in place, so it has one generation.
     generations = policy.generations if policy.deferred else 1
 
     one_generation = _bytes_by_home(units, homes)
@@ -115,7 +115,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     further = _further_bytes(spilled, homes, generations, policy)
     other.update(further)
 
-    # What RAM has left is for updates that need not wait for the norm.
+    # The rest of RAM is for second places, so that more updates need not wait for the norm.
     free_bytes = budgets.ram - one_generation[Tier.RAM] - other[Tier.RAM]
     waiting = [spec for spec in shipped if spec.name in ram.waiting]
     doubled = _choose_doubled(waiting, homes, free_bytes) if policy.speculates else []
@@ -132,7 +132,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         slots=slots,
         chunk_elements=ram.chunk_elements,
         activation_homes=_activation_homes(units, ram.spilled_activations),
-        grad_homes=_grad_homes(trained(units), shipped, ram.waiting, policy),
+        grad_homes=_grad_homes(trained_units(units), shipped, ram.waiting, policy),
         sums_on_gpu=sums_on_gpu and policy.groups > 1,
         num_ranks=policy.num_ranks,
         streamed=streamed,
@@ -145,7 +145,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
 
 
 def _activation_homes(units: Iterable[UnitSpec], spilled: Collection[str]) -> dict[str, Tier]:
-    """Return the tier where the activation of each unit that offloads it waits for the backward."""
+    """Return the tier where each offloaded activation waits for the backward, by unit."""
     homes = {}
     for spec in units:
         if spec.activation_bytes:
@@ -156,15 +156,15 @@ def _activation_homes(units: Iterable[UnitSpec], spilled: Collection[str]) -> di
 def _grad_homes(
     units: Sequence[UnitSpec], shipped: Sequence[UnitSpec], waiting: Collection[str], policy: Policy
 ) -> dict[str, Tier | None]:
-    """Return the tier where each unit's finished gradient waits for its update; None: only in a slot.
+    """Return the tier where each unit's final gradient waits for its update; None: the gradient is only in slots.
 
     Args:
-        units: those that are trained.
-        shipped: those whose gradients leave the GPU.
-        waiting: names of those that RAM takes.
-        policy: groups, and whether updates wait.
+        units: the trained units.
+        shipped: units whose gradients leave the GPU.
+        waiting: names of the units whose gradients RAM takes.
+        policy: groups, and whether updates wait for the norm.
     """
-    # With one group in the immediate mode, the update takes the gradient from its slot at once.
+    # In the immediate mode with one group, the update takes the gradient from its slot at once.
     is_held = policy.deferred or policy.groups > 1
     in_ram = Tier.RAM if is_held else None
 
@@ -183,10 +183,10 @@ def _gradient_and_slot_bytes(
 
     Args:
         units: all units.
-        shipped: those whose gradients leave the GPU.
+        shipped: units whose gradients leave the GPU.
         slots: all slots, of the GPU and of RAM.
-        ram: what RAM takes.
-        policy: dtype, groups.
+        ram: the share of RAM.
+        policy: dtype and groups.
     """
     total = Counter({Tier.RAM: ram.fixed_bytes})
     for plan in slots:
@@ -197,7 +197,7 @@ def _gradient_and_slot_bytes(
     staying_bytes = sum(grad_bytes(spec, policy) for spec in staying)
     total[Tier.GPU] += staying_bytes
 
-    # What RAM takes of gradients and activations is in its fixed bytes, and NVMe has the others.
+    # Gradients and activations in RAM are in `fixed_bytes`, and all others are on NVMe.
     spilled = [spec for spec in shipped if spec.name not in ram.waiting]
     spilled_bytes = sum(grad_bytes(spec, policy) for spec in spilled)
     offloaded = [spec for spec in units if spec.name in ram.spilled_activations]
@@ -206,11 +206,11 @@ def _gradient_and_slot_bytes(
     return total
 
 
-def all_short(short: PlanError, units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
-    """Return a refusal that names every budget that is too small, so that nobody meets them one after the other.
+def name_all_shortages(short: PlanError, units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
+    """Return an error that names every budget that is too small, so that a user can raise all of them at once.
 
     Args:
-        short: the first refusal, of `place` with the same arguments.
+        short: the error of `place` with the same arguments, which names one budget.
         units: as for `place`.
         budgets: as for `place`.
         policy: as for `place`.
@@ -218,13 +218,12 @@ def all_short(short: PlanError, units: Sequence[UnitSpec], budgets: Budgets, pol
     refusals = {short.tier: short}
     last = short
 
-    # Each budget is raised to what is said of it, and what is short then is the next one. One that is short again is
-    # said with what it needs in the end.
+    # Raise the budget that is named, and see which one is short next. If one is short again, the last figure counts.
     for _ in range(2 * len(Tier)):
         if last.tier not in set(Tier):
             break
 
-        # A refusal names bytes of the host, and budgets are those of a rank.
+        # An error names bytes of the host, and budgets are those of a rank.
         num_sharing = 1 if last.tier == Tier.GPU else policy.num_host_ranks
         shared = budgets.shared_ram if last.tier == Tier.RAM else 0
         needed = -(-last.needed_bytes // num_sharing) - shared
@@ -234,7 +233,7 @@ def all_short(short: PlanError, units: Sequence[UnitSpec], budgets: Budgets, pol
         try:
             place(units, budgets, policy)
         except PlanError as other:
-            # The budget is that of the user, and not the raised one.
+            # The error shows the user's budget, not the raised one.
             had = refusals.get(other.tier, other).had_bytes
             last = PlanError(other.what, other.needed_bytes, had, other.remedy, other.tier)
             refusals[other.tier] = last
@@ -248,24 +247,24 @@ def all_short(short: PlanError, units: Sequence[UnitSpec], budgets: Budgets, pol
 
 
 def _further_bytes(spilled: Sequence[UnitSpec], homes: Homes, generations: int, policy: Policy) -> Counter[Tier]:
-    """Return the bytes of all generations but one of the units that spill, in each tier.
+    """Return the bytes of all further generations of the units that spill, in each tier.
 
-    An update into another generation leaves the one that holds as it is, in RAM too, so RAM has a second place.
+    An update into another generation keeps the valid one, so state of these units in RAM has a second place there.
     """
     one_generation = _bytes_by_home(spilled, homes)
     further: Counter[Tier] = Counter()
     further[Tier.NVME] = one_generation[Tier.NVME] * (generations - 1)
 
-    # A savepoint alone needs no place in RAM: what lies there is copied to its folder.
+    # A savepoint by itself needs no second place in RAM, because it copies that state to its folder.
     further[Tier.RAM] = one_generation[Tier.RAM] if policy.speculates else 0
     return further
 
 
 def _choose_doubled(waiting: Sequence[UnitSpec], homes: Homes, free: int) -> list[UnitSpec]:
-    """Choose the units in RAM that have a second place there, so that their updates need not wait for the norm.
+    """Choose the units in RAM that get a second place there, so that their updates need not wait for the norm.
 
-    The first units in forward order come first, since the next forward needs them first. A unit with frozen weights has
-    none: they would take room twice, and an update of the rest is short.
+    They are chosen in forward order, because the next forward needs the first units first. Units with frozen weights
+    get none: the frozen weights would take room twice, and the update of the others is short.
 
     Args:
         waiting: trained units whose gradients wait in RAM.
@@ -283,13 +282,13 @@ def _choose_doubled(waiting: Sequence[UnitSpec], homes: Homes, free: int) -> lis
 
 
 def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy, *, spills_activations: bool) -> None:
-    """Refuse state, generations, gradients and activations that NVMe has no room for."""
+    """Raise a PlanError if NVMe has too few bytes for state, generations, gradients and activations."""
     if needed > budgets.nvme:
         remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
         if spills_activations:
             remedy = "Give tiers.nvme more space, raise tiers.ram, or train on fewer tokens a group."
 
-        # A generation for speculation only saves time, so it is the first to go.
+        # Speculation only saves time, so its generation is the first to give up.
         if generations > 1 + policy.savepoints:
             remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
         what = "state and activations on NVMe" if spills_activations else "state on NVMe"
@@ -299,7 +298,7 @@ def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy,
 
 
 def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes) -> Counter[Tier]:
-    """Return the bytes of one generation of the units' state, by home."""
+    """Return the bytes of one generation of the units' state, by home tier."""
     total: Counter[Tier] = Counter()
     for spec in units:
         for kind in spec.kinds:

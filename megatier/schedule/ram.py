@@ -20,7 +20,7 @@ from functools import partial
 from megatier.errors import PlanError, at_least
 from megatier.schedule.budgets import Budgets, host_ram
 from megatier.schedule.policy import Policy
-from megatier.schedule.sizes import block_bytes, grad_bytes, state_bytes, trained
+from megatier.schedule.sizes import block_bytes, grad_bytes, state_bytes, trained_units
 from megatier.schedule.slots import (
     CHUNK_ELEMENTS_FAST,
     CHUNK_ELEMENTS_MAX,
@@ -150,7 +150,7 @@ def _fill(
     else:
         spilling: set[str] = set()
         if spills_grads:
-            spilling = {spec.name for spec in trained(rest) if spec not in waiting}
+            spilling = {spec.name for spec in trained_units(rest) if spec not in waiting}
         homes, passing, chunk = _spill_some(rest, spilling, used, budgets, policy, spills_grads)
         slots += passing
 
@@ -206,7 +206,7 @@ def _choose_waiting(
         return shipped, False
 
     # Perhaps state alone spills: then its update chunks need room, at their smallest.
-    least = update_slots(policy.align_elements, rest, trained(rest), policy, spills_grads=False)
+    least = update_slots(policy.align_elements, rest, trained_units(rest), policy, spills_grads=False)
     if wanted + total_bytes(least) <= room:
         return shipped, False
 
@@ -214,7 +214,7 @@ def _choose_waiting(
     longest = max(spec.num_elements for spec in rest)
     num_elements = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST)
     chunk = round_up(num_elements, policy.align_elements)
-    passing = update_slots(chunk, rest, trained(rest), policy, spills_grads=True)
+    passing = update_slots(chunk, rest, trained_units(rest), policy, spills_grads=True)
     room -= total_bytes(passing)
 
     # A gradient that is too large is passed over, and a smaller one after it may fit.
@@ -271,7 +271,7 @@ def _spill_some(
     # room that slots leave. So the sizes are tried from the least one, and the first that holds is taken.
     sizes = {0} | {spec.num_trained for spec in rest}
     for largest in sorted(sizes):
-        updated = [spec for spec in trained(rest) if spec.num_trained <= largest]
+        updated = [spec for spec in trained_units(rest) if spec.num_trained <= largest]
         chunk, slots = chunk_slots(room, rest, updated, policy, spills_grads=spills_grads)
         homes, passing = _fill_room(rest, slots, room, policy)
 
@@ -320,7 +320,7 @@ def _homes_by_kind(units: Sequence[UnitSpec], room: int) -> Homes:
     weights = [(spec, Kind.WEIGHT) for spec in units]
     first: list[tuple[UnitSpec, Kind]] = []
     last: list[tuple[UnitSpec, Kind]] = []
-    for spec in trained(units):
+    for spec in trained_units(units):
         others = first if spec.num_trained < spec.frozen_elements else last
         others += [(spec, kind) for kind in spec.schema.passing_kinds]
 
@@ -350,7 +350,7 @@ def _homes_by_unit(units: Sequence[UnitSpec], room: int) -> Homes:
             homes[spec.name, Kind.WEIGHT] = Tier.RAM
             room -= size
 
-    for spec in trained(units):
+    for spec in trained_units(units):
         size = state_bytes(spec)
         if homes[spec.name, Kind.WEIGHT] is Tier.RAM:
             size -= 2 * block_bytes(spec, Kind.WEIGHT)

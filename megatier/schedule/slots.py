@@ -1,4 +1,7 @@
-"""Counts the slots that a placement needs, by size, for blocks that pass through a tier. Pure."""
+"""The slots of a placement: how many a tier has for the blocks that pass through it, and how large. Pure.
+
+`gpu` and `ram` call these functions when they divide a tier between slots and homes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megatier.schedule.sizes import (
     grad_bytes,
     group_grad_bytes,
     passing_kinds_of,
-    trained,
+    trained_units,
     updated_at_once,
 )
 from megatier.schedule.unit_spec import UnitSpec
@@ -23,28 +26,29 @@ from megatier.tier import Kind, Tier, round_up
 SLOTS_MIN = 2
 """The fewest slots for weights or gradients on the GPU: one unit computes while the next one arrives."""
 GPU_SLOTS = "GPU slots"
-"""The words by which a refusal begins if a unit is too large for its slots."""
+"""The first words of the error that a unit is too large for the GPU's slots."""
 GRAD_DEPTH = 4
-"""Slots for gradients of groups in RAM, if there is room: the CPU adds up the last group slower than gradients come."""
+"""Slots in RAM for groups' gradients, if there is room, because the CPU adds up the last group slower than they
+come."""
 UPDATE_DEPTH = 3
-"""Update chunks in RAM at once: one arrives, one is worked on, one leaves. A speculative update needs more, because its
-new bytes do not replace the old ones."""
+"""Update chunks in RAM at once: one arrives, one is updated, one leaves. A speculative update needs more, because it
+keeps the old bytes beside the new ones."""
 MATRICES_CARRIED = 3
-"""The most matrices that are carried at once for their updates: one comes, one is multiplied, and one leaves."""
+"""Matrices that are carried to the GPU at once: one arrives, one is updated, one leaves."""
 ACTIVATION_SLOTS = 2
 """Slots in RAM through which activations pass to NVMe: one is filled while the other one is written."""
 ACTIVATION_BYTES_MAX = 64 << 20
-"""Most bytes of such a slot, which drives move at full speed."""
+"""The most bytes of such a slot. Drives move it at full speed."""
 ACTIVATION_SHARE = 64
-"""The part of RAM that such a slot takes at most, unless that is less than a granule."""
+"""Such a slot takes at most this part of RAM (one 64th), unless that is less than a granule."""
 CHUNK_ELEMENTS_MAX = 8 << 20
-"""Most elements of an update chunk."""
+"""The most elements of an update chunk."""
 CHUNK_ELEMENTS_FAST = 1 << 20
-"""Elements of the smallest chunks that drives move at full speed. Gradients that spill leave room for such chunks."""
+"""Elements of the smallest chunk that drives move at full speed. Gradients spill only as far as it keeps its room."""
 
 
-# Equal slots and no general allocator: that would pack blocks of different sizes more tightly, but memory that has
-# become fragmented could fail in the midst of a run (docs/decisions/0002).
+# Slots of a kind are equal. A general allocator would pack blocks more tightly, but fragmentation could make it fail in
+# the middle of a run (docs/decisions/0002).
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotPlan:
     """Equal slots for one kind of block in one tier."""
@@ -56,11 +60,11 @@ class SlotPlan:
 
 
 def least_gpu_bytes(rest: Sequence[UnitSpec], policy: Policy) -> int:
-    """Return the bytes of the fewest GPU slots with which units that are not at home there can run."""
+    """Return the bytes of the fewest GPU slots with which units can run that are not at home there."""
     if not rest:
         return 0
 
-    # Slots are equal, so the largest unit sets the size of all. A unit that is alone needs no slot for the next one.
+    # The largest unit sets the size of all slots. A single unit needs no slot for a next one.
     weight_bytes = max(block_bytes(unit, Kind.WEIGHT) for unit in rest)
     num_weights = min(len(rest), SLOTS_MIN)
     grad = _gpu_grad_slots(rest, policy)
@@ -74,22 +78,22 @@ def gpu_slots(
     budget: int,
     policy: Policy,
 ) -> tuple[SlotPlan, ...]:
-    """Plan all GPU slots. There are as many for weights as there is room for.
+    """Plan all GPU slots, with as many for weights as there is room for.
 
     Args:
         rest: units that are not at home on the GPU.
-        homed: bytes taken by those that are.
-        streamed: those of the rest whose state passes through the GPU.
+        homed: bytes of the units that are.
+        streamed: units of the rest whose state passes through the GPU.
         budget: bytes of the GPU.
-        policy: groups, ranks.
+        policy: groups and ranks.
 
     Raises:
-        PlanError: there is no room for the fewest.
+        PlanError: there is no room for the fewest slots.
     """
     if not rest:
         return ()
 
-    # A streamed unit keeps its slots for the whole step: its update finds state and gradient there.
+    # A streamed unit keeps its slots for the whole step, because its update needs state and gradient there.
     passing = _streamed_slots(streamed)
     streamed_grads = sum(grad_bytes(unit, policy) for unit in streamed)
     used = homed + total_bytes(passing) + streamed_grads
@@ -104,8 +108,8 @@ def gpu_slots(
     weight_bytes = block_bytes(largest, Kind.WEIGHT)
     grad = _gpu_grad_slots(rest, policy)
 
-    # The fewest slots were found to fit, so there are at least as many. More than one for each unit would stay empty.
-    # If ranks share the state, shards merely pass on their way to a gather, and the room goes to whole weights.
+    # The fewest slots fit. More than one for each unit would stay empty. With several ranks, shards only pass on their
+    # way to an all-gather, so whole weights get the room.
     room = budget - used - grad.num_slots * grad.slot_bytes
     most = SLOTS_MIN if policy.num_ranks > 1 else room // weight_bytes
     weight = SlotPlan(
@@ -134,18 +138,18 @@ def _streamed_slots(streamed: Sequence[UnitSpec]) -> list[SlotPlan]:
 
 
 def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tuple[SlotPlan, ...]:
-    """Return the GPU slots for what ranks send each other: whole weights, while there is room, and groups' gradients.
+    """Return the GPU slots for collectives: groups' gradients, and as many whole weights as there is room for.
 
     Args:
-        units: all units. Those at home on the GPU are gathered too, since their home has a shard alone.
-        room: bytes of the GPU that nothing else takes; less than the fewest slots take if that is too little.
-        policy: groups, ranks.
+        units: all units. Even those at home on the GPU are gathered, because only a shard of them is there.
+        room: bytes of the GPU that nothing else takes. If it is too small, the fewest slots are returned.
+        policy: groups and ranks.
     """
     if policy.num_ranks == 1:
         return ()
 
-    # One group's gradient is made while the one before is sent. What has come is added up before the next one is sent.
-    sizes = [group_grad_bytes(spec, policy) for spec in trained(units)]
+    # A group's gradient is made while the one before is sent. Received gradients are added before the next is sent.
+    sizes = [group_grad_bytes(spec, policy) for spec in trained_units(units)]
     largest = max(sizes, default=0)
     grads = []
     if largest:
@@ -167,8 +171,8 @@ def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tu
 
 
 def _gpu_grad_slots(rest: Sequence[UnitSpec], policy: Policy) -> SlotPlan:
-    """Return the fewest slots through which gradients leave the GPU; 0 of them if nothing is trained."""
-    sizes = [grad_bytes(spec, policy) for spec in trained(rest)]
+    """Return the fewest slots through which gradients leave the GPU: 0 slots if nothing is trained."""
+    sizes = [grad_bytes(spec, policy) for spec in trained_units(rest)]
     return SlotPlan(
         tier=Tier.GPU,
         kind=Kind.GRAD,
@@ -178,8 +182,8 @@ def _gpu_grad_slots(rest: Sequence[UnitSpec], policy: Policy) -> SlotPlan:
 
 
 def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
-    """Return the RAM slots through which gradients pass to their sums, or to their updates in the immediate mode."""
-    # Gradients that go home pass through no slots: of a single group that wait, and sums that ranks take on the GPU.
+    """Return the RAM slots through which gradients pass to their sums, or in the immediate mode to their updates."""
+    # Gradients of a single group wait at home, and ranks take their sums on the GPU. Neither pass through slots.
     waits_at_home = policy.deferred and policy.groups == 1
     sums_on_gpu = policy.num_ranks > 1 and policy.groups > 1
     if not waiting or waits_at_home or sums_on_gpu:
@@ -198,28 +202,28 @@ def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
 def chunk_slots(
     room: int, passing: Sequence[UnitSpec], updated: Sequence[UnitSpec], policy: Policy, *, spills_grads: bool
 ) -> tuple[int, list[SlotPlan]]:
-    """Return the elements of an update chunk, and its slots. They take more than the room if that is too small for any.
+    """Return the elements of an update chunk, and its slots, which exceed the room if even the smallest chunk does.
 
-    A chunk is as large as a quarter of the room allows, or all of the room if gradients have to spill. The other
-    arguments are those of `update_slots`.
+    The slots take a quarter of the room, or all of it if gradients spill. The other arguments are those of
+    `update_slots`.
     """
-    # Slots grow in proportion to the chunk, so those of the smallest chunk say how many fit.
+    # Slots grow in proportion to the chunk, so the smallest chunk shows how many elements fit.
     align = policy.align_elements
     passing_chunk = [replace(spec, num_elements=align, frozen_elements=0) for spec in passing]
     updated_chunk = [replace(spec, num_elements=align, frozen_elements=0) for spec in updated]
     smallest = update_slots(align, passing_chunk, updated_chunk, policy, spills_grads=spills_grads)
 
-    # What is updated by matrix passes whole, whatever the chunk is. The others have the rest of the room.
+    # Units that are updated by matrix pass whole, whatever the chunk is. Chunks get the rest of the room.
     if any(spec.schema.by_matrix for spec in updated):
         least = update_slots(align, passing, updated, policy, spills_grads=spills_grads)
         room -= total_bytes(least)
 
-    # Three quarters are left for state at home. If gradients spill, they were given what these chunks do not need.
+    # Three quarters are left for state at home. If gradients spill, they have already taken all but these chunks.
     element_bytes = total_bytes(smallest) // align
     fits = max(0, room) // element_bytes
     most = min(CHUNK_ELEMENTS_FAST, fits) if spills_grads else min(CHUNK_ELEMENTS_MAX, fits // 4)
 
-    # A chunk begins and ends where checksums do, so that drives can move and verify it by itself.
+    # A chunk is a number of whole granules, so that drives can verify it by itself.
     longest = max(spec.num_elements for spec in passing)
     wanted = policy.chunk_elements or min(longest, most)
     aligned = max(align, wanted // align * align)
@@ -231,27 +235,27 @@ def chunk_slots(
 def update_slots(
     chunk: int, passing: Sequence[UnitSpec], updated: Sequence[UnitSpec], policy: Policy, *, spills_grads: bool
 ) -> list[SlotPlan]:
-    """Return the RAM slots for update chunks, with two more for weights, through which loads pass.
+    """Return the RAM slots for update chunks. Weights have two more slots, for loads.
 
     Args:
         chunk: elements of a chunk.
         passing: units whose weights may pass.
-        updated: trained units whose updates pass; empty: only weights pass.
-        policy: groups, speculation.
+        updated: trained units whose updates pass; empty if only weights pass.
+        policy: groups and speculation.
         spills_grads: whether gradients pass too.
     """
-    # New bytes of a speculative update do not replace the old ones, so both have slots.
+    # A speculative update keeps the old bytes beside the new ones, so both have slots.
     depth = UPDATE_DEPTH
     if policy.speculates:
         depth += SLOTS_MIN
 
-    # Weights pass for loads of units that have no update, such as frozen ones.
+    # Weights of all units pass on loads, those of frozen units too.
     largest = 0
     for spec in passing:
         num_elements = min(chunk, spec.num_elements)
         largest = max(largest, num_elements * spec.schema.width(Kind.WEIGHT))
 
-    # Frozen elements have weights alone, so slots of the other planes need not take more than the trained ones.
+    # Frozen elements have only weights, so slots of the other planes hold trained elements.
     sizes: Counter[Kind] = Counter()
     for spec in updated:
         num_elements = updated_at_once(spec, chunk)
@@ -262,7 +266,7 @@ def update_slots(
 
     if spills_grads:
         for spec in updated:
-            # A gradient that spills leaves in runs of a chunk, or of more if its update takes more at once.
+            # A gradient moves to NVMe in runs of a chunk, or of more if its update works on more at once.
             num_elements = max(chunk, updated_at_once(spec, chunk))
             run_bytes = num_elements * spec.schema.grad_width
             size = min(run_bytes, grad_bytes(spec, policy))
@@ -293,7 +297,7 @@ def activation_slots(spilled: Sequence[UnitSpec], ram: int, policy: Policy) -> l
     if not spilled:
         return []
 
-    # Of whole granules, since a drive takes and verifies a checksum for each.
+    # A segment has whole granules, because each granule has a checksum.
     granule = policy.granule_bytes
     most = min(ACTIVATION_BYTES_MAX, ram // ACTIVATION_SHARE)
     segment = max(granule, most // granule * granule)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from megatier.errors import PlanError
 from megatier.schedule.placement import Placement
 from megatier.schedule.policy import Policy
-from megatier.schedule.sizes import trained
+from megatier.schedule.sizes import trained_units
 from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Phase, Tier
 
@@ -217,7 +217,7 @@ def _passed(accesses: Sequence[Access], absent: Set[tuple[str, int]], streamed: 
     return frozenset(passed)
 
 
-def rest(accesses: Sequence[Access], done: int, placement: Placement) -> Timeline:
+def build_rest(accesses: Sequence[Access], done: int, placement: Placement) -> Timeline:
     """Plan the rest of a pass that has begun, from empty GPU slots and without updates.
 
     Args:
@@ -299,7 +299,7 @@ def reduce_scatters_of(
 
     forwards = [access for access in accesses if access.phase is Phase.FORWARD]
     num_uses = Counter((access.unit, access.group) for access in forwards)
-    widths = {spec.name: spec.schema.grad_width for spec in trained(units)}
+    widths = {spec.name: spec.schema.grad_width for spec in trained_units(units)}
     scatters = []
     for (unit, group), index in _last_uses(accesses).items():
         if unit not in widths:

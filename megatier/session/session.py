@@ -38,7 +38,7 @@ from megatier.play.unit_blocks import block_key
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.budgets import Budgets, shared_buffer_bytes
-from megatier.schedule.placement import Placement, all_short, place
+from megatier.schedule.placement import Placement, name_all_shortages, place
 from megatier.session.filling import Filling, Progress, Sources
 from megatier.session.kept_code import keep_code
 from megatier.session.rank_shards import Read, WholeMasters, cut_shards, reading_masters
@@ -382,7 +382,7 @@ def _place(setup: Setup, budgets: Budgets) -> Placement:
         if refusal is not short:
             raise refusal from short
         # Nobody is to raise one budget and meet the next one that is too small.
-        raise all_short(short, work.specs, budgets, work.policy) from short
+        raise name_all_shortages(short, work.specs, budgets, work.policy) from short
 
 
 def _engine_options(setup: Setup, seed: int | None, *, any_shape: bool) -> EngineOptions:
