@@ -1,4 +1,7 @@
-"""What moves bytes between ranks in place of torch's collectives, and a trial of it."""
+"""The protocol of our own collectives between the ranks of a host, and a trial of a backend.
+
+`peer_copies` and `shared_ram` implement it. `Ranks` tries them when it opens, and falls back to torch's collectives.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ import torch
 
 TRIAL_BYTES = 4096
 TRIAL_S = 10.0
-"""How long a trial may take. It takes less than a millisecond."""
+"""The limit of a trial, which usually takes less than a millisecond."""
 
 
 class CollectiveBackend(Protocol):
-    """The protocol of whatever moves weights and gradients between ranks in place of torch's collectives."""
+    """An all-gather and an all-to-all of bytes, in place of those of `torch.distributed`."""
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Bring the shards of all ranks together, in the order of the ranks.
+        """Gather the shards of all ranks, in the order of the ranks.
 
         Args:
             whole: uint8 [size * n], overwritten.
@@ -24,39 +27,39 @@ class CollectiveBackend(Protocol):
         """
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Give every rank its shard of this rank's bytes, and take this rank's shard of the bytes of all.
+        """Send piece r to rank r, and receive a piece from every rank.
 
         Args:
-            received: uint8 [size * n], overwritten: piece r is what rank r sent.
+            received: uint8 [size * n], overwritten: piece r comes from rank r.
             sent: uint8 [size * n]: piece r goes to rank r.
         """
 
-    def release(self) -> None:
-        """Let everybody go on who waits for another rank; see `Signals`. What they read is worth nothing then."""
+    def abort(self) -> None:
+        """End every wait of this rank for another one; see `Signals`. The bytes of such a collective are invalid."""
 
     def close(self) -> None:
-        """Give back what it holds. Nothing moves any more."""
+        """Free memory and locks. No collective may be under way."""
 
 
 def brings_right_bytes(backend: CollectiveBackend, own: torch.Tensor, rank: int, size: int) -> bool:
-    """Gather a few bytes on GPUs, and return whether they are right, and come in time.
+    """All-gather a few bytes on GPUs, and return whether the right ones arrive in time.
 
-    Some hosts let a GPU read another one's memory, and give it other bytes.
+    On some hosts a GPU can read the memory of another one, but gets wrong bytes.
 
     Args:
-        backend: what gathers.
-        own: uint8 [TRIAL_BYTES] that others can read, overwritten.
+        backend: the backend to try.
+        own: uint8 [TRIAL_BYTES] that other ranks can read, overwritten.
         rank: this rank.
         size: the number of ranks.
     """
-    # Of zeros nobody could tell whether they came.
+    # Not zeros, with which the result is filled.
     own.fill_(rank + 1)
     whole = torch.zeros(size * TRIAL_BYTES, dtype=torch.uint8, device=own.device)
     torch.cuda.synchronize()
 
     backend.all_gather(whole, own)
 
-    # A stream that waits for a number which never comes would hold up `synchronize` for ever.
+    # `synchronize` would never return if a stream waits for a signal that never comes.
     deadline = time.monotonic() + TRIAL_S
     stream = torch.cuda.current_stream()
     while not stream.query():

@@ -1,19 +1,16 @@
-"""Reads the memory of the other GPUs of a host by each GPU's copy engines.
+"""Collectives by peer-to-peer copies: each GPU reads the memory of the others of its host by its copy engines.
 
-Copy engines take no multiprocessors from the products that run meanwhile; the kernels of a library for collectives do.
-All ranks allocate the memory of their GPU tier together (`SharedMemory`), so that each GPU sees that of all others. A
-collective is then a few copies, and two numbers that say when they may begin and when they are over:
+Copy engines leave the multiprocessors to compute, which the kernels of NCCL do not. The GPU tiers of all ranks are
+symmetric memory of torch, so that each GPU can read those of the others. A collective is a few copies between signals:
 
-1. A rank's stream writes the collective's number as `ready` for each other rank: the bytes it is asked for are there.
-2. It waits for the same of each other rank, and copies what it needs from there.
-3. It writes the number as `done` for that rank, and goes on when all others have done so: its own bytes may change.
+1. A rank's stream writes the collective's number as `ready` for each other rank, because its bytes are there.
+2. It waits for the `ready` of each other rank, and copies what it needs from that rank.
+3. It writes the number as `done` for that rank. When all others have written theirs, its own bytes may change.
 
-The numbers lie in RAM that the ranks share (`pad`). Hosts wait for each other before each collective, because each
-has to tell where its bytes lie.
+Signals lie in RAM that the ranks share (`signal_pad`). Hosts wait for each other before each collective, because each
+has to say where its bytes lie. NCCL's collectives by copy engines (`ce_coll.cc`) work in the same way.
 
-The way to move bytes is that of PyTorch's symmetric memory and of NCCL's collectives by copy engines (`ce_coll.cc`).
-
-Threads: one thread at a time peer_copies. `release` may be called from any thread.
+Threads: one thread at a time calls collectives. Any thread may call `abort`.
 """
 
 from __future__ import annotations
@@ -36,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def why_no_peer_access(local_rank: int, local_size: int) -> str | None:
-    """Return why this rank's GPU cannot read the memory of the others of its host; None if it can."""
-    # A user who sets this for NCCL knows that copies between GPUs go wrong on this machine.
+    """Return why this rank's GPU cannot read the memory of the other GPUs of its host; None if it can."""
+    # Users set this for NCCL on machines where copies between GPUs go wrong.
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return "NCCL_P2P_DISABLE is set"
 
@@ -48,14 +45,14 @@ def why_no_peer_access(local_rank: int, local_size: int) -> str | None:
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
-    """Allocate memory of this rank's GPU that others can map: uint8 [num_bytes], zeros.
+    """Allocate memory of this rank's GPU that other ranks can map: uint8 [num_bytes], zeros.
 
     Raises:
         torch.OutOfMemoryError: the GPU has no room.
     """
     import torch.distributed._symmetric_memory as symmetric
 
-    # Nothing is sent to several GPUs at once here, so nothing of that kind has to be set up.
+    # No multicast is used here, so none has to be set up.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     device = torch.device("cuda", torch.cuda.current_device())
     try:
@@ -63,13 +60,13 @@ def allocate(num_bytes: int) -> torch.Tensor:
     except RuntimeError as error:
         raise torch.OutOfMemoryError(str(error)) from error
 
-    # torch's pool does not know of this memory, so its limit is lowered by as much.
+    # torch's caching allocator does not count this memory, so its limit shrinks by as much.
     change_limit(-num_bytes)
     return memory.zero_()
 
 
 def change_limit(num_bytes: int) -> None:
-    """Let torch's pool take so many bytes more of the GPU, if it has a limit at all."""
+    """Raise the limit of torch's caching allocator by so many bytes, if it has a limit."""
     limit = torch.cuda.get_per_process_memory_fraction()
     if limit < 1:
         _, total_bytes = torch.cuda.mem_get_info()
@@ -80,9 +77,9 @@ def open_peer_copies(channel: Channel, group: ProcessGroup, memory: torch.Tensor
     """Share this rank's memory with the others of its host. Every rank has to call it.
 
     Args:
-        channel: by which the ranks find each other.
-        group: of gloo, which that channel uses.
-        memory: as `allocate` has given it.
+        channel: a channel to the other ranks.
+        group: the channel's process group of gloo.
+        memory: a result of `allocate`.
         check: raises if a rank has failed; see `PeerMonitor.check`.
 
     Raises:
@@ -94,15 +91,15 @@ def open_peer_copies(channel: Channel, group: ProcessGroup, memory: torch.Tensor
     try:
         with channel.failing_together():
             signals = StreamSignals(SignalPad(shared, channel.rank, channel.size), check)
-        return PeerCopies(channel.rank, views(memory, group), signals)
+        return PeerCopies(channel.rank, map_memories(memory, group), signals)
     except (MegatierError, OSError, RuntimeError):
         if signals is not None:
             signals.close()
         raise
 
 
-def views(memory: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
-    """Return the memory of every rank as this one sees it, in the order of the ranks. Every rank has to call it."""
+def map_memories(memory: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
+    """Map the memory of every rank, in the order of the ranks. Every rank has to call it."""
     import torch.distributed._symmetric_memory as symmetric
 
     shared = symmetric.rendezvous(memory, group)
@@ -111,44 +108,43 @@ def views(memory: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
         seen = shared.get_buffer(rank, memory.shape, memory.dtype)
         memories.append(seen)
 
-    # A rank's own memory is the tensor that `allocate` gave, by whose addresses `PeerCopies` counts.
+    # `PeerCopies` computes offsets from addresses of the tensor that `allocate` gave.
     memories[shared.rank] = memory
     return memories
 
 
 class PeerCopies:
-    """The reads of one rank from the memory of the others."""
+    """The collectives of one rank, which reads the memory of the others."""
 
     def __init__(self, rank: int, memories: Sequence[torch.Tensor], signals: Signals) -> None:
-        """Take the memory that all ranks have shared.
+        """Use the memory that all ranks have shared.
 
         Args:
             rank: this rank.
-            memories: the memory of each rank as this one sees it, uint8. What others read from this rank lies in its
-                own.
-            signals: the numbers.
+            memories: the memory of each rank as this one sees it, uint8. The others read from this rank's own.
+            signals: the signals between the ranks.
         """
         self._rank = rank
         self._memories = memories
         self._signals = signals
         self._number = 0
 
-        # Each rank begins with the one after it, so no two read from the same one at the same time.
+        # Each rank begins with the next one, so that no two read from the same rank at the same time.
         size = len(memories)
         self._others = [(rank + distance) % size for distance in range(1, size)]
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """See `CollectiveBackend`. `own` lies in the shared memory of this rank."""
-        self._pull(whole, own, 0)
+        self._copy(whole, own, 0)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """See `CollectiveBackend`. `sent` lies in the shared memory of this rank."""
         shard_bytes = received.numel() // len(self._memories)
-        self._pull(received, sent, self._rank * shard_bytes)
+        self._copy(received, sent, self._rank * shard_bytes)
 
-    def work(self) -> bool:
-        """Gather a few bytes of the memory; see `brings_right_bytes`."""
-        # In the very memory that will be pulled: other memory might be mapped in another way.
+    def try_out(self) -> bool:
+        """Return whether an all-gather of a few bytes works; see `brings_right_bytes`."""
+        # The trial uses the very memory that will be read, because other memory might be mapped in another way.
         own = self._memories[self._rank][:TRIAL_BYTES]
         before = own.clone()
         if not brings_right_bytes(self, own, self._rank, len(self._memories)):
@@ -157,24 +153,24 @@ class PeerCopies:
         torch.cuda.synchronize()
         return True
 
-    def release(self) -> None:
+    def abort(self) -> None:
         """See `CollectiveBackend`."""
-        self._signals.release()
+        self._signals.abort()
 
     def close(self) -> None:
         """See `CollectiveBackend`."""
         self._signals.close()
 
-    def _pull(self, target: torch.Tensor, source: torch.Tensor, start: int) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, start: int) -> None:
         """Fill shard r of the target from the source of rank r, from byte `start` of the source on."""
         memory = self._memories[self._rank]
         offset = source.data_ptr() - memory.data_ptr()
         assert 0 <= offset <= memory.numel() - source.numel(), "others cannot see these bytes"
 
-        # The slot that a block has may differ from rank to rank, since slots are given back at different times.
+        # The slot of a block may differ from rank to rank, because ranks free slots at different times.
         self._number += 1
         number = self._number
-        offsets = self._signals.meet(number, offset)
+        offsets = self._signals.exchange_offsets(number, offset)
         for peer in self._others:
             self._signals.write(peer, Signal.READY, number)
 
@@ -190,6 +186,6 @@ class PeerCopies:
             shards[peer].copy_(theirs, non_blocking=True)
             self._signals.write(peer, Signal.DONE, number)
 
-        # The caller's next write to the source is in stream order, so it comes after the reads of all others.
+        # The caller may overwrite the source from now on, in stream order.
         for peer in self._others:
             self._signals.wait(peer, Signal.DONE, number)

@@ -1,15 +1,15 @@
-"""Tells a rank that another one failed, died or hangs, and tells the others why it fails itself.
+"""The monitor of the other ranks: it learns that one failed, died or hangs, and tells the others why this one fails.
 
-What is known goes over the store of `torch.distributed`, a small server of keys and values: that of torchrun, or one in
-the process of the first rank. A thread of each rank looks there once a second:
+Ranks share what they know by the store of `torch.distributed`, a small server of keys and values in torchrun or in rank
+0. The thread `megatier-peers` of each rank looks there once a second:
 
-- A rank that fails posts its cause before it closes anything. The first post is the one that all ranks name.
-- A rank that ends without a word is posted by the others of its machine, which the system tells at once.
+- A rank that fails posts its cause before it closes anything. All ranks name the first post.
+- A rank whose process dies is posted by the others of its machine, which learn it from the system at once.
 - A rank whose heartbeat stands still is posted by the first rank that has looked often enough. Time is counted in
-  looks: ranks that a person stops and wakes together notice nothing.
+  looks, so ranks that a person stops and continues together notice nothing.
 
-Only that thread uses the store. A server whose machine has stopped never answers, and the thread does not come back
-then. Code that waits for another rank calls `check` meanwhile, which notices this as well.
+Only that thread uses the store. It blocks for ever if the store's machine has stopped. So code that waits for another
+rank calls `check`, which notices this too.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from megatier.owner import Owner
 LOOK_S = 1.0
 """Seconds between two looks."""
 SILENT_LOOKS = 60
-"""A rank is silent if its heartbeat stands still for so many looks. Python code of a library may hold up its thread."""
+"""A rank is silent if its heartbeat stands still for so many looks. Slow Python code may block its thread for a
+while."""
 BROKEN_LOOKS = 4
-"""The same, once a connection has broken."""
+"""The same after a connection has broken."""
 ANSWER_S = 10.0
-"""How long a rank waits to learn why a connection broke, and for its own post."""
+"""Seconds that a rank waits to learn why a connection broke, and for its own post."""
 TICK_S = 0.25
-"""How often code that waits for another rank calls `check`."""
+"""Seconds between two calls of `check` in code that waits for another rank."""
 
 FIRST = "first"
 LEFT = "left"
@@ -54,21 +55,21 @@ class Member:
     host: str
     """The name of its machine, for people."""
     machine: str
-    """What tells its machine and its process numbers from others."""
+    """Identifies its machine, and the namespace of its process numbers."""
     process: int
     """The number of its process."""
 
     @classmethod
     def here(cls) -> Self:
-        """This process."""
-        # Containers of one machine have the same boot, but number their processes apart.
+        """Return this process."""
+        # Containers of one machine share the boot id, but have process numbers of their own.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").readlink()
         return cls(socket.gethostname(), f"{boot} {namespace}", os.getpid())
 
 
 class Store(Protocol):
-    """A store of `torch.distributed`, as far as it is used here."""
+    """The methods of a store of `torch.distributed` that are used here."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set a value."""
@@ -87,16 +88,16 @@ class Store(Protocol):
 
 
 class _Waited(threading.local):
-    """The time that a thread has waited for other ranks since the last look ended. Each has its own count."""
+    """The time that a thread has waited for other ranks since the last look ended. Each thread has its own."""
 
     num_ended = 0
-    """The looks that had ended when it last waited."""
+    """The number of ended looks when it last waited."""
     seconds = 0.0
-    """The time that it has waited since."""
+    """Seconds that it has waited since."""
 
 
 class PeerMonitor:
-    """The other ranks of a run, as this one watches them. `end` stops that."""
+    """The watch of one rank over the others, from its making until `end`."""
 
     def __init__(
         self, store: Store, rank: int, members: Sequence[Member], held: object, stop: Callable[[], None]
@@ -104,11 +105,11 @@ class PeerMonitor:
         """Begin to watch.
 
         Args:
-            store: a connection of its own, under a prefix of this run.
+            store: a connection for this object alone, under a prefix of this run.
             rank: this rank.
             members: the processes of all ranks.
-            held: stays alive until this process ends, if a rank fails.
-            stop: makes collectives that are under way end; called again and again once a rank has failed.
+            held: an object that has to stay alive until this process ends, if a rank fails.
+            stop: ends the collectives under way; called repeatedly after a rank has failed.
         """
         self._owner = Owner("this rank of a run")
         self._store = store
@@ -125,38 +126,38 @@ class PeerMonitor:
         self._known = _native.Latch()
         """Set together with it."""
         self._looked = _native.Latch()
-        """Set once this rank looks no more."""
+        """Set when the thread has ended its last look."""
         self._is_leaving = False
         self._has_ended = False
         self._has_broken = False
         self._waited = _Waited()
         self._num_looks = 0
         self._num_ended = 0
-        """How many looks have ended. Its thread alone writes it."""
+        """The number of looks that have ended. Only the thread writes it."""
         self._heartbeats = [b""] * len(members)
         self._num_still = [0] * len(members)
-        """For how many looks each heartbeat has stood still."""
+        """The number of looks for which each heartbeat has stood still."""
 
         self._wake = os.eventfd(0)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
         self._processes: dict[int, int] = {}
-        """The ranks of this machine, by descriptors of their processes."""
+        """The other ranks of this machine, by descriptors of their processes."""
         self._dead: set[int] = set()
         for number, member in enumerate(members):
             if number != rank and member.machine == members[rank].machine:
                 self._watch(number, member.process)
 
-        # Every rank has a heartbeat before anybody looks.
+        # Every rank has to have a heartbeat before the first look.
         store.set(f"heartbeat {rank}", "0")
         self._thread = threading.Thread(target=self._run, name="megatier-peers", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------ for everybody
+    # ------------------------------------------------------------------ for any thread
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether all ranks are processes of one machine, which know each other by their numbers."""
+        """Whether all ranks are processes of one machine, with one namespace of process numbers."""
         return len({member.machine for member in self._members}) == 1
 
     @property
@@ -180,18 +181,18 @@ class PeerMonitor:
         return self._error if first_rank == self._rank else self.failed()
 
     def check(self, waited_s: float = 0.0) -> None:
-        """Call this in a wait for another rank, every TICK_S.
+        """Raise if a rank has failed. Call this every TICK_S while waiting for another rank.
 
         Args:
-            waited_s: how long the caller has waited since it called last.
+            waited_s: seconds that the caller has waited since its last call.
 
         Raises:
             PeerError: a rank has failed.
         """
         self._owner.check()
 
-        # Added up, because the clock goes on while this process is stopped. For each thread alone, because threads that
-        # wait at once wait for no longer than one of them.
+        # Waits are added up, because the clock goes on while this process is stopped. Each thread has its own sum,
+        # because waits of several threads at once are no longer than one of them.
         waited = self._waited
         if waited.num_ended != self._num_ended:
             waited.num_ended = self._num_ended
@@ -205,84 +206,84 @@ class PeerMonitor:
             raise error
 
     def fail(self, error: BaseException) -> None:
-        """Post why this rank fails, unless another one failed before, or has caused this. A forked child is no rank."""
+        """Post why this rank fails, unless another rank failed before. A forked child posts nothing."""
         if not self._owner.is_here or comes_of_peers(error):
             return
 
-        # The first error counts: those after it are mostly what it has led to.
+        # The first error counts, because it mostly causes the later ones.
         self._error = self._error or error
         cause = cause_of(error)
         self._fail(cause)
 
     def _fail(self, cause: str) -> None:
-        """Have the cause posted, and wait for that."""
+        """Have the thread post the cause, and wait until all ranks can see it."""
         self._own = cause
         if self._has_ended:
-            # Nobody looks any more, and another file may have the number of the descriptor.
+            # The thread has ended, and another file may have the descriptor by now.
             return
 
-        # By the thread that looks, since it alone uses the store. If that never answers, this does not wait for ever.
+        # Only the thread uses the store. The wait has a limit, because the store may never answer.
         os.eventfd_write(self._wake, 1)
         self._known.wait(ANSWER_S)
 
     def explain(self, error: Exception) -> PeerError:
-        """Wait until it is known why a collective failed, and return the error that says so."""
+        """Wait until it is known why a collective failed, and return the error for it."""
         self._has_broken = True
 
-        # Most often the connection broke because another rank has failed, and that one knows why.
+        # Mostly the connection broke because another rank has failed, which posts the cause.
         if not self._known.wait(ANSWER_S):
             self._fail(sentence(f"its connection to another rank broke: {error}"))
 
         found = self.failed()
         if found is None:
-            # Not even this rank's own post came back.
+            # Even this rank's own post did not come back.
             found = PeerError(self._rank, self._members[self._rank].host, NO_STORE)
         return found
 
     def leave(self) -> None:
-        """Say that this rank has come to its end, and that its silence means nothing from now on."""
-        # Told at once and not at the next look, because this process may be gone by then.
+        """Say that this rank has ended well, so that its silence means nothing from now on."""
+        # The thread looks at once, because this process may be gone before its next look.
         self._is_leaving = True
         os.eventfd_write(self._wake, 1)
 
     def end(self) -> None:
-        """Stop watching. It is safe to call this twice."""
+        """Stop watching. A second call does nothing."""
         if self._has_ended:
             return
         self._has_ended = True
         os.eventfd_write(self._wake, 1)
         has_looked = self._looked.wait(ANSWER_S)
 
-        # After a failure the thread goes on until the process ends, and may use them. So may one that still looks.
+        # After a failure, or during a look, the thread may still use the descriptors.
         if has_looked and self._first is None:
             for descriptor in (*self._processes, self._wake):
                 os.close(descriptor)
 
-    # ------------------------------------------------------------------ its thread
+    # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        """Look until this rank has left or any has failed."""
+        """Look until this rank has left or any rank has failed."""
         try:
             while not self._has_ended and self._first is None:
                 self._wait(LOOK_S)
                 self._look()
         except RuntimeError:
-            # If the store was in the process of a rank that died, that is why it is gone. The last ranks to leave may
-            # not find it any more.
+            # The store is gone. If a rank of this machine has died, it was probably in that process. Ranks that leave
+            # last may also find it gone, which is no failure.
             self._wait(TICK_S)
             if not self._is_leaving:
                 first = (min(self._dead), DIED) if self._dead else (0, NO_STORE)
                 self._note(first)
 
-        # A process group of gloo cannot be told to stop. To destroy it waits for the collectives under way, and so for
-        # ever; if this thread never ends, nobody destroys it.
+        # A process group of gloo cannot be aborted, and destroying it would wait for its collectives for ever. This
+        # thread keeps it alive after a failure by never ending.
         self._looked.set()
         while self._first is not None:
             self._stop()
             _native.Latch().wait(TICK_S)
 
     def _wait(self, seconds: float) -> None:
-        """Wait for the next look, and take note of processes that end meanwhile."""
+        """Wait for the next look, and note the processes that end meanwhile."""
         for descriptor, _ in self._poll.poll(seconds * 1000):
             if descriptor == self._wake:
                 os.eventfd_read(self._wake)
@@ -292,12 +293,12 @@ class PeerMonitor:
                 os.close(descriptor)
 
     def _look(self) -> None:
-        """Give a sign of life, post what is known here, and see what others have posted."""
-        # Before what is found of others: this rank knows its cause, and of others only that they are silent.
+        """Write the heartbeat, post failures, and read the posts of others."""
+        # First its own cause, which says more than the silence of other ranks.
         if self._own is not None:
             self._post(self._rank, self._own)
 
-        # A number that changes, and no time: clocks of two machines differ.
+        # A counter and not a time, because the clocks of two machines differ.
         self._num_looks += 1
         own_heartbeat = LEFT if self._is_leaving else str(self._num_looks)
         self._store.set(f"heartbeat {self._rank}", own_heartbeat)
@@ -313,35 +314,35 @@ class PeerMonitor:
         self._num_ended += 1
 
     def _see(self, rank: int, heartbeat: bytes) -> None:
-        """Compare a rank's heartbeat with that of the last look, and post that it died or is silent."""
+        """Compare a rank's heartbeat with that of the last look, and post the rank if it died or is silent."""
         is_still = heartbeat == self._heartbeats[rank]
         num_still = self._num_still[rank] + 1 if is_still else 0
         self._num_still[rank] = num_still
         self._heartbeats[rank] = heartbeat
 
-        # A rank that has left ends its process without failing.
+        # The process of a rank that has left may end.
         if heartbeat == LEFT.encode() or rank == self._rank:
             return
-        patience = BROKEN_LOOKS if self._has_broken else SILENT_LOOKS
+        limit = BROKEN_LOOKS if self._has_broken else SILENT_LOOKS
         if rank in self._dead:
             self._post(rank, DIED)
-        elif num_still >= patience:
+        elif num_still >= limit:
             self._post(rank, SILENT)
 
     def _post(self, rank: int, cause: str) -> None:
-        """Tell all ranks that one has failed, unless one has before."""
+        """Post that a rank has failed, unless another failure was posted before."""
         self._store.compare_set(FIRST, "", json.dumps([rank, cause]))
 
     def _note(self, first: tuple[int, str]) -> None:
-        """Take note of the failure, and end what waits for it."""
-        # In this order: a thread that is woken asks `failed`.
+        """Note the first failure, and wake all that wait."""
+        # The order matters, because a thread that wakes calls `failed`.
         self._first = first
         self._stop()
         self._known.set()
 
     def _watch(self, rank: int, process: int) -> None:
-        """Have the system say when a process of this machine ends. Some containers do not allow it."""
-        # A descriptor and not a number, which another process may have by the time that this one has ended.
+        """Ask the system to say when a process of this machine ends. Some containers do not allow it."""
+        # Another process may get the number of one that has ended, but a descriptor stays valid.
         with contextlib.suppress(PermissionError):
             try:
                 descriptor = os.pidfd_open(process)
@@ -368,8 +369,8 @@ def sentence(text: str) -> str:
 
 
 def comes_of_peers(error: BaseException) -> bool:
-    """Return whether an error is what the failure of another rank has led to here."""
-    # A chain may lead back into itself, since Python lets an error be raised from itself.
+    """Return whether the failure of another rank has led to this error."""
+    # Causes may form a cycle, because Python lets an error be raised from itself.
     seen: list[BaseException] = []
     found: BaseException | None = error
     while found is not None and found not in seen:

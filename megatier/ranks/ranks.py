@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Watch = Callable[[Callable[[], None]], PeerMonitor]
-"""Begins to watch the other ranks; takes what ends the collectives under way when one of them fails."""
+"""Begins to watch the other ranks. Its argument ends the collectives under way when one of them fails."""
 
 
 class Ranks(Channel):
@@ -48,15 +48,15 @@ class Ranks(Channel):
         groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup],
         watched: Watch,
     ) -> None:
-        """Note the place of this process among the ranks, and begin to watch the others.
+        """Begin to watch the other ranks.
 
         Args:
-            rank: its number.
+            rank: the number of this rank.
             size: the number of ranks.
-            local_rank: its number among those of its host.
+            local_rank: the number of this rank among those of its host.
             local_size: the number of ranks of this host.
-            groups: one of gloo for each thread that talks: the one that trains, and the queue `checkpoint`; and the one
-                by which weights and gradients go.
+            groups: a process group of gloo for the training thread, another one for the queue `checkpoint`, and a group
+                of NCCL or gloo for weights and gradients.
             watched: begins to watch.
         """
         import torch.distributed as dist
@@ -66,34 +66,34 @@ class Ranks(Channel):
         self._is_nccl = dist.get_backend(self._data) == "nccl"
         self._is_given_up = False
         self._abort_once = threading.Lock()
-        """Taken, and never released, by the thread that aborts the group of NCCL."""
+        """The thread that aborts the group of NCCL takes it, and never releases it."""
         self._backend: CollectiveBackend | None = None
-        """What moves weights and gradients; None: the process group does."""
+        """What moves weights and gradients; None: torch's process group."""
         self.transport = Transport.KERNELS if self._is_nccl else Transport.GLOO
         """What moves weights and gradients between ranks."""
         self.transport_reason = ""
-        """Why nothing better does; empty if there is nothing to say."""
+        """Why no faster transport is used; empty if there is none."""
         self.shared_bytes = 0
-        """Bytes of the GPU memory that other GPUs may read. torch's pool does not count them."""
+        """Bytes of GPU memory that other GPUs may read. torch's caching allocator does not count them."""
         super().__init__(rank, size, own, watched(self._stop))
         self.beside = Channel(rank, size, beside, self._peers)
-        """For the queue `checkpoint`, which works beside the thread that trains."""
+        """The channel of the queue `checkpoint`, which runs beside the training thread."""
         self.local_rank = local_rank
         """The number of this rank among those of its host."""
         self.local_size = local_size
         """The number of ranks of this host."""
         self.moved_bytes: Counter[str] = Counter()
-        """The bytes that came from other ranks since the start, under the name `ranks`."""
+        """The bytes that have come from other ranks, under the name `ranks`."""
 
     # ------------------------------------------------------------------ data
 
     def allocate_gpu_tier(self, num_bytes: int, buffer_bytes: int, *, prefers: Transport | None = None) -> torch.Tensor:
-        """Allocate the GPU tier, so that the other GPUs of the host can read it by copy engines, if they can at all.
+        """Allocate the GPU tier, in memory that the other GPUs of the host can read if the machine allows it.
 
-        Every rank has to call it, for as many bytes. What is gathered and scattered from now on has to lie in it.
+        Every rank has to call it with the same size. From now on `all_gather` and `all_to_all` take only tensors in it.
 
         Args:
-            num_bytes: of the GPU tier.
+            num_bytes: the size of the GPU tier.
             buffer_bytes: see `share_ram`.
             prefers: see `share_ram`.
 
@@ -106,10 +106,10 @@ class Ranks(Channel):
         self.drop_memory()
         reason = self._first_of(self._apart() or why_no_peer_access(self.local_rank, self.local_size))
         if reason is None:
-            with self.failing_together():  # one that has no room must not leave the others waiting in what follows
+            with self.failing_together():  # otherwise a rank without room would leave the others waiting
                 memory = allocate(num_bytes)
             self.shared_bytes = num_bytes
-            reason = self._pull_from(memory)
+            reason = self._share_gpu_memory(memory)
         else:
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
 
@@ -118,14 +118,14 @@ class Ranks(Channel):
         return memory
 
     def share_ram(self, buffer_bytes: int, *, prefers: Transport | None = None, why: str = "") -> None:
-        """Let weights and gradients go through RAM that the ranks of the host share, if they can share any.
+        """Move weights and gradients through RAM that the ranks of the host share, if they can share any.
 
         Every rank has to call it.
 
         Args:
-            buffer_bytes: the size of a buffer; the least of all ranks counts.
-            prefers: the way that was faster where it was measured; None: nobody did.
-            why: why they do not go between GPUs.
+            buffer_bytes: the size of a buffer. The least size of all ranks counts.
+            prefers: the transport that was measured to be faster; None: it was not measured.
+            why: why copies between GPUs are not used.
         """
         self.transport = Transport.KERNELS if self._is_nccl else Transport.GLOO
         reason = self._apart() or why_not_shared(is_on_gpu=self._is_nccl)
@@ -133,7 +133,7 @@ class Ranks(Channel):
             verb = "were" if self._is_nccl else "was"
             reason = f"{prefers} {verb} measured to be faster than shared RAM"
 
-        # Ranks agree first, because all of them or none have to go on.
+        # All ranks have to make the same choice.
         reason = self._first_of(reason)
         if reason is None:
             device = "cuda" if self._is_nccl else "cpu"
@@ -146,37 +146,37 @@ class Ranks(Channel):
             except (MegatierError, OSError, RuntimeError) as error:
                 reason = _first_line(error)
 
-        # Copies between GPUs may have failed for the same reason.
+        # Both transports may have failed for one reason, which is told once.
         reasons = [each for each in (why, reason) if each]
         self.transport_reason = "; ".join(dict.fromkeys(reasons))
 
-    def _pull_from(self, memory: torch.Tensor) -> str | None:
-        """Share this rank's memory with the other GPUs; returns why that cannot be."""
+    def _share_gpu_memory(self, memory: torch.Tensor) -> str | None:
+        """Share this rank's memory with the other GPUs. Return why they cannot read it; None if they can."""
         peer_copies: PeerCopies | None = None
         try:
             peer_copies = open_peer_copies(self, self._group, memory, self._check_data)
-            reason = None if peer_copies.work() else "a trial of copies between GPUs failed"
+            reason = None if peer_copies.try_out() else "a trial of copies between GPUs failed"
         except PeerError:
             raise
         except (MegatierError, OSError, RuntimeError) as error:
-            # A container may forbid what this needs, and there are other ways.
+            # A container may forbid it, and there are other transports.
             reason = _first_line(error)
 
-        # One rank that cannot pull is enough: the others would wait for its numbers.
+        # If one rank cannot read, none may, because the others would wait for its signals.
         reason = self._first_of(reason)
         if reason is None:
             self._backend = peer_copies
             self.transport = Transport.COPIES
             self.transport_reason = ""
         elif peer_copies is not None:
-            peer_copies.release()
+            peer_copies.abort()
             torch.cuda.synchronize()
             peer_copies.close()
         return reason
 
     def _apart(self) -> str | None:
-        """Return why ranks are too far apart to share memory; None if they are not."""
-        # Containers of one machine may count as one host to torchrun, and share no memory.
+        """Return why the ranks are too far apart to share memory; None if they are not."""
+        # torchrun may count containers of one machine as one host, but they share no memory.
         if self.local_size < self.size:
             return "several hosts"
         return None if self._peers.is_one_machine else "several hosts or containers"
@@ -186,29 +186,30 @@ class Ranks(Channel):
         return next((each for each in self.all_gather_object(reason) if each is not None), None)
 
     def lend_memory(self) -> None:
-        """Let go of the memory of the other GPUs, if this rank reads it: all ranks lend theirs, and nobody reads any.
+        """Unmap the memory of the other GPUs, while all ranks lend theirs.
 
-        What is gathered until `allocate_gpu_tier` is called again may lie anywhere.
+        Until `allocate_gpu_tier` is called again, collectives take tensors in any memory.
         """
         if num_bytes := self.shared_bytes:
             self.drop_memory()
             change_limit(num_bytes)
 
     def drop_memory(self) -> None:
-        """Let go of the memory, which nobody reads any more."""
+        """Close the backend of collectives, which no thread uses any more."""
         self.shared_bytes = 0
-        # First nobody finds it any more: the thread that watches the other ranks may come to `_stop` at any time.
+
+        # Cleared before it is closed, because the thread that watches the other ranks may call `_stop` at any time.
         backend = self._backend
         self._backend = None
         if backend is not None:
             backend.close()
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Bring the shards of all ranks together, in the order of the ranks.
+        """Gather the shards of all ranks, in the order of the ranks.
 
         Args:
             whole: uint8 [size * n], overwritten.
-            own: uint8 [n], this rank's shard. Both lie on the device that computes.
+            own: uint8 [n], this rank's shard. Both are on the device that computes.
         """
         assert whole.numel() == self.size * own.numel()
         self._check_data()
@@ -222,10 +223,10 @@ class Ranks(Channel):
         self.moved_bytes["ranks"] += received_bytes
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Give every rank its shard of this rank's bytes, and take this rank's shard of the bytes of all.
+        """Send piece r to rank r, and receive a piece from every rank.
 
         Args:
-            received: uint8 [size * n], overwritten: piece r is what rank r sent.
+            received: uint8 [size * n], overwritten: piece r comes from rank r.
             sent: uint8 [size * n]: piece r goes to rank r.
         """
         import torch.distributed as dist
@@ -241,22 +242,21 @@ class Ranks(Channel):
         self.moved_bytes["ranks"] += received.numel() - own_bytes
 
     def give_up(self) -> None:
-        """End a gather or scatter that is under way, because this rank comes to none of those that follow."""
+        """End a collective that is under way, because this rank does not take part in those that follow."""
         self._is_given_up = True
         self._stop()
 
     def _stop(self) -> None:
-        """End what is under way on a GPU. A thread that waits for gloo looks by itself."""
+        """End the collectives under way on a GPU. A thread that waits for gloo calls `check` itself."""
         backend = self._backend
         if backend is not None:
-            backend.release()
-        # The thread that trains and the one that watches the others both come here, again and again. A group is aborted
-        # once.
+            backend.abort()
+        # The training thread and the thread that watches the others call this repeatedly, but a group is aborted once.
         elif self._is_nccl and self._abort_once.acquire(blocking=False):
             self._data.abort()
 
     def _check_data(self, waited_s: float = 0.0) -> None:
-        """Refuse to gather or scatter, or to wait for it, if it will not end; see `PeerMonitor.check`.
+        """Refuse a collective that would not end; see `PeerMonitor.check`.
 
         Raises:
             PeerError: a rank has failed.
@@ -269,17 +269,17 @@ class Ranks(Channel):
     # ------------------------------------------------------------------ the thread that trains
 
     def all_gather_tensor(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the flat tensors of all ranks, end to end in the order of the ranks. They may differ in length."""
-        # By the CPU, where the host needs them anyway to add them exactly.
+        """Return the flat tensors of all ranks, end to end in the order of the ranks. Their lengths may differ."""
+        # On the CPU, where the host needs them to add them exactly.
         return torch.cat(self.all_gather_object(values.cpu()))
 
     def own_groups(self, num_groups: int) -> range:
-        """Return the groups of a step that this rank computes: in round j, rank r has group j * size + r.
+        """Return the groups of a step that this rank computes. In round j, rank r has group j * size + r.
 
         Raises:
-            ConfigError: the ranks cannot share them equally.
+            ConfigError: the ranks cannot share the groups equally.
         """
-        # By turns, so that ranks scatter groups that follow each other at one time: sums depend on their order.
+        # By turns: then a reduce-scatter has consecutive groups, which are added in order.
         check_groups(num_groups, self.size)
         return range(self.rank, num_groups, self.size)
 
@@ -291,7 +291,7 @@ class Ranks(Channel):
         return self._peers.is_here
 
     def first_error(self) -> BaseException | None:
-        """Return the error that names the rank that failed first, or this rank's own if that was it; None: none has."""
+        """Return the error of the rank that failed first, which may be this one; None if none has failed."""
         return self._peers.first_error()
 
     def fail(self, error: BaseException) -> None:
@@ -299,10 +299,10 @@ class Ranks(Channel):
         self._peers.fail(error)
 
     def leave(self) -> None:
-        """End the connection to the others. Every rank has to call it."""
+        """Close the connection to the other ranks. Every rank has to call it."""
         import torch.distributed as dist
 
-        # Nobody stops looking before all have come here: until then a rank may still fail.
+        # Ranks watch each other until all have come here, because one may still fail.
         self._peers.leave()
         barrier = dist.barrier(group=self._group, async_op=True)
         self.finish(barrier, self._peers.check)
@@ -317,10 +317,10 @@ def _first_line(error: Exception) -> str:
 
 
 def check_groups(groups: int, size: int) -> None:
-    """Refuse groups of a step that so many ranks cannot share equally.
+    """Refuse a number of groups that the ranks cannot share equally.
 
     Raises:
-        ConfigError: names the numbers of ranks that can.
+        ConfigError: it names the numbers of ranks that can.
     """
     if groups % size:
         fitting = ", ".join(str(number) for number in range(1, groups + 1) if groups % number == 0)

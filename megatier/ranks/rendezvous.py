@@ -1,4 +1,4 @@
-"""Makes ranks of a run out of the processes that `torchrun` started, and lets them part again."""
+"""The rendezvous of the processes that `torchrun` started: they join as the ranks of a run, and leave at its end."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from megatier.workers import Workers
 TIMEOUT = timedelta(days=1)
 """How long a collective waits for a late rank. `PeerMonitor` finds a rank that hangs much sooner."""
 STORE_TIMEOUT = timedelta(minutes=1)
-"""How long the first look of a rank waits for the first sign of life of all others."""
+"""How long a rank first waits for the heartbeats of all others."""
 MEET_S = 0.01
-"""How often a rank looks whether all others have come."""
+"""Seconds between two looks whether all other ranks have come."""
 MEET_LIMIT_S = 1800.0
-"""How long it waits for them."""
+"""Seconds that a rank waits for all others."""
 
 
 @contextlib.contextmanager
 def joined(device: str, *, is_guest: bool = False) -> Iterator[Ranks | None]:
-    """Yield the ranks that `torchrun` started, while they run together; None in a process that was started alone.
+    """Join the other ranks that `torchrun` started, and yield them. Yield None in a process that was started alone.
 
     Args:
-        device: what computes, "cuda" or "cpu". A rank has the GPU of its number on its host.
-        is_guest: whether the program around may use `torch.distributed` itself, before, meanwhile and afterwards. Then
-            it stays initialized: torch cannot initialize it twice with the store of one torchrun.
+        device: the device that computes, "cuda" or "cpu". A rank has the GPU of its local rank.
+        is_guest: whether the program around may use `torch.distributed` too. Then it stays initialized at the end,
+            because torch cannot initialize it twice with the store of one torchrun.
 
     Raises:
-        PeerError: instead of all that came of the failure of another rank. An error of this rank's own is raised as it
-            is, and the others are told.
+        PeerError: another rank has failed. It replaces all errors to which that led here. An error of this rank's own
+            is raised as it is, and the other ranks are told.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield None
@@ -53,14 +53,14 @@ def joined(device: str, *, is_guest: bool = False) -> Iterator[Ranks | None]:
     try:
         yield ranks
 
-        # A forked child is no rank, and must not end the run of its parent.
+        # A forked child must not end the run of its parent.
         if not ranks.is_here:
             return
         ranks.leave()
         if not is_guest:
             dist.destroy_process_group()
     except BaseException as error:
-        # Others are told before anything is closed here: else they would see no more than a broken connection.
+        # Tell the others before anything is closed here. Otherwise they would only see a broken connection.
         ranks.fail(error)
         first = ranks.first_error() if comes_of_peers(error) else None
         if first is None:
@@ -74,8 +74,8 @@ def _join(device: str, *, is_guest: bool) -> Ranks:
     Raises:
         PeerError: some of them do not come.
     """
-    # torch waits for the others in C++, where the main thread would hear no signal. So that is done on another thread,
-    # which ends soon if this one is interrupted, or stays asleep in C++ until the process ends.
+    # torch waits for the other ranks in C++, where the main thread would not react to SIGINT. So another thread joins.
+    # If this one is interrupted, the other ends soon, or sleeps in C++ until the process ends.
     is_given_up = _native.Latch()
     joining = Workers(1, "megatier-join")
     try:
@@ -88,11 +88,11 @@ def _join(device: str, *, is_guest: bool) -> Ranks:
 
 
 def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ranks:
-    """Join the ranks, on a thread that hears no signals."""
+    """Join the ranks. This runs on a thread of its own."""
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-    # torchrun sets all four. Other launchers set the first two, as torch's `env://` asks for them.
+    # torchrun sets all four variables. Other launchers set the two that torch's `env://` needs.
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -100,7 +100,7 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
     if device == "cuda":
         torch.cuda.set_device(local_rank)  # of this thread
 
-    # The program around finds a default group that takes tensors of its device. This run has groups of its own.
+    # The program around gets a default group for its device. This run has groups of its own.
     if not dist.is_initialized():
         needs_nccl = is_guest and device == "cuda"
         store, _, _ = next(rendezvous("env://"))
@@ -113,13 +113,13 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
             timeout=TIMEOUT,
         )
 
-    # One for each thread that talks, so that none waits for what another one is at.
+    # Each thread has a group of its own, so that none waits for the collectives of another.
     own = dist.new_group(backend="gloo", timeout=TIMEOUT)
     beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
     data = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
     groups = own, beside, data
 
-    # Runs may follow each other in one process, so each has names of its own in the store.
+    # Runs may follow each other in one process, so each has a prefix of its own in the store.
     this = Member.here(), secrets.token_hex(8)
     by_rank: list[tuple[Member, str] | None] = [None] * size
     dist.all_gather_object(by_rank, this, group=own)
@@ -127,7 +127,7 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
     members = [member for member, _ in known]
     _, run = known[0]
 
-    # A connection of its own: a call of another thread would hold up the looks.
+    # A connection of its own, which calls of other threads do not block.
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     connection = TCPStore(host, port, timeout=STORE_TIMEOUT)
@@ -137,22 +137,22 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
 
 
 def _meet(store: Store, rank: int, size: int, is_given_up: _native.Latch) -> str:
-    """Return a name that all ranks have, and that no earlier start of them had.
+    """Return a name that all ranks of this start agree on, for their keys in the store.
 
-    torchrun keeps its store when it starts the ranks again. There they would find the addresses of processes that have
-    ended. So the first rank puts a new name there, and every other rank answers the name that it finds with a word of
-    its own. A rank goes by a name that has come back with its word: an old name cannot have it.
+    torchrun keeps its store when it restarts the ranks, so the store may still have addresses of processes that have
+    ended. So rank 0 stores a new name, and every other rank answers the name that it finds with a random word. Rank 0
+    confirms the words. A rank trusts a name only if its own word was confirmed, which an old name cannot have.
 
     Raises:
         PeerError: a rank does not come.
-        StepAbandonedError: nobody waits for the ranks any more.
+        StepAbandonedError: the thread that waits for the ranks was interrupted.
     """
     word = secrets.token_hex(8)
     end = time.monotonic() + MEET_LIMIT_S
 
     def is_late() -> bool:
-        """Wait a moment, and return whether there is no time left."""
-        # Not by a `get` that waits: nothing would end it when this process is told to stop.
+        """Wait a moment, and return whether the time is over."""
+        # Not by a blocking `get`, which could not be interrupted.
         if is_given_up.wait(MEET_S):
             raise StepAbandonedError("nobody waits for the other ranks any more")
         return time.monotonic() > end
@@ -173,16 +173,16 @@ def _meet(store: Store, rank: int, size: int, is_given_up: _native.Latch) -> str
         name = come("megatier", 0)
         store.set(f"{name} {rank}", word)
 
-        # Under an old name there may be an answer too, but to the words of processes that have ended.
+        # An old name has an answer too, but to the words of processes that have ended.
         answer = f"{name} met"
         if store.check([answer]) and word in store.get(answer).decode():
             return name
         if is_late():
-            # The first rank answers when all have come. Under an old name all have, so it is the first that has not.
+            # Rank 0 answers when all have come. Under an old name all have, so then rank 0 is missing.
             others = range(1, size)
             raise _absent(next((other for other in others if not store.check([f"{name} {other}"])), 0))
 
 
 def _absent(rank: int) -> PeerError:
-    """Return the error of ranks for which one does not come."""
+    """Return the error that a rank has not come."""
     return PeerError(rank, "its host", f"it has not come within {MEET_LIMIT_S / 60:.0f} minutes.")

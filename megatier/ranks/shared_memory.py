@@ -1,7 +1,7 @@
-"""Memory that the ranks of a host share.
+"""RAM that the ranks of a host share: a file without a name (`memfd_create`), which all of them map.
 
-It is a file without a name (`memfd_create`), which the other ranks open by the descriptor of the first. It ends with
-the last process that has it, also if all are killed, and no other user can open it.
+The other ranks open it by the descriptor of rank 0. The system frees it with the last process that has it, even if all
+are killed, and no other user can open it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from megatier.ranks.channel import Channel
 
 
 def share_memory(channel: Channel, num_bytes: int) -> mmap.mmap:
-    """Map memory that all ranks have. They have to be of one host, and all of them have to call it.
+    """Map RAM that all ranks share. They have to be on one host, and all of them have to call this.
 
-    All of it is taken now, and counts as RAM of the first rank.
+    All of it is allocated now, and counts as RAM of rank 0.
 
     Args:
-        channel: by which the ranks find it.
-        num_bytes: its size.
+        channel: a channel to the other ranks.
+        num_bytes: the size of the memory.
 
     Returns:
         The mapping, zeros.
 
     Raises:
-        OSError: the system has no RAM to share, or does not let one rank open what another has.
+        OSError: there is no RAM to share, or a rank cannot open the file of rank 0.
         PeerError: a rank has failed.
     """
     made: list[int] = []
@@ -34,23 +34,23 @@ def share_memory(channel: Channel, num_bytes: int) -> mmap.mmap:
         file = os.memfd_create("megatier", os.MFD_CLOEXEC)
         made.append(file)
 
-        # Ranks open it by its path under /proc, and users other than theirs may not.
+        # Ranks open it by its path under /proc. Other users may not.
         os.fchmod(file, 0o600)
 
-        # Pages that are missing when they are touched end the process.
+        # Touching a page that the system cannot provide would end the process later.
         os.posix_fallocate(file, 0, num_bytes)
         return os.getpid(), file
 
     try:
         process, number = channel.broadcast(make)
 
-        # If one rank cannot open it, none goes on: the others would wait for that one.
+        # If one rank cannot open it, all have to stop, because the others would wait for that one.
         with channel.failing_together():
             if not made:
                 file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
                 made.append(file)
             return mmap.mmap(made[0], num_bytes)
     finally:
-        # The mapping holds the memory without them.
+        # The mapping keeps the memory without the descriptor.
         for descriptor in made:
             os.close(descriptor)

@@ -1,21 +1,20 @@
-"""Brings weights and gradients between ranks of one host through RAM that all of them have mapped.
+"""Collectives through RAM that the ranks of a host share, for GPUs that cannot read each other's memory, and for CPUs.
 
-Each rank has buffers in it, of which it alone writes. A gather or scatter goes in rounds, as far as a buffer takes:
+Each rank has buffers in that RAM, which it alone writes. A collective takes as many rounds as buffers have to be
+filled:
 
 1. A rank copies a run of its bytes to a buffer, and writes the round's number as `ready` for each other rank.
-2. It waits for the same of each other rank, and copies from that rank's buffer what it needs.
-3. It writes the number as `done` for that rank, which writes over the buffer only after that.
+2. It waits for the `ready` of each other rank, and copies what it needs from that rank's buffer.
+3. It writes the number as `done` for that rank, which overwrites the buffer only then.
 
-There are `SHARED_STAGES` buffers for each rank, so one round is written while the one before is read. GPUs copy by
-their copy engines, each over its own link, and take nothing from compute; the memory is page-locked for them. Whole
-weights come into a GPU once: the rank's own shard by the queue that brings all weights, and those of the others from
-here. On CPUs the hosts copy.
+There are `SHARED_STAGES` buffers for each rank, so that one round is written while the one before is read. GPUs copy by
+their copy engines, each over its own link, and take nothing from compute; the RAM is pinned for them. NCCL would use
+RAM here too, but by kernels. On CPUs the hosts copy.
 
-This is for GPUs that cannot read each other's memory, where NCCL would go through RAM too, by kernels. A shard whose
-home is RAM is not read there by others. Homes change while AdamW works on them and may be on their way to NVMe, so the
-leases of a store would have to hold on other processes. What this costs is one copy of a shard out of the GPU.
+Ranks do not read shards from each other's homes in RAM. AdamW changes homes, and they may be on their way to NVMe, so
+leases of a store would have to bind other processes. The price is one copy of each shard out of the GPU.
 
-Threads: one thread at a time moves bytes. `release` may be called from any thread.
+Threads: one thread at a time calls collectives. Any thread may call `abort`.
 """
 
 from __future__ import annotations
@@ -41,36 +40,36 @@ from megatier.tier import SHARED_STAGES, cut_at_addresses, round_up
 ALIGNMENT_BYTES = 256
 """Runs for different ranks begin at multiples of it."""
 ORDERED = ("x86_64", "AMD64")
-"""Processors whose stores other processors see in their order, so that plain stores can tell of bytes."""
+"""Processors whose stores others see in order, so that a plain store can say that earlier bytes are there."""
 
 
 class SharedRam:
-    """The way of one rank to the others of its host and back, through RAM that they share."""
+    """The collectives of one rank, through buffers that the ranks of its host share."""
 
     def __init__(self, rank: int, stages: torch.Tensor, signals: Signals, lock: PageLock | None = None) -> None:
-        """Take the memory that all ranks have mapped.
+        """Use the memory that all ranks have mapped.
 
         Args:
             rank: this rank.
             stages: uint8 [SHARED_STAGES, size, n]: a buffer for each stage and rank.
-            signals: the numbers.
-            lock: if bytes come from a GPU and go to it, what page-locks `stages` until `close`.
+            signals: the signals between the ranks.
+            lock: keeps `stages` pinned until `close`, if a GPU copies them; None on CPUs.
         """
         self._rank = rank
         self._size = stages.shape[1]
         self._stages = stages
         self._signals = signals
         self._collective = 0
-        """The number of the last gather or scatter."""
+        """The number of the last collective."""
         self._round = 0
         """The number of the last round."""
         self._lock = lock
         self._writes = torch.cuda.Stream() if lock is not None else None
-        """Copies to RAM, beside those from it. A link carries both at once."""
+        """The stream of copies to RAM, which run beside those from RAM: a link works in both directions at once."""
         self._reads: deque[torch.cuda.Event] = deque()
-        """The ends of the rounds that were asked of the GPU last."""
+        """The ends of the last rounds that the GPU was asked for."""
 
-        # Each rank begins with the one after it, so not all read from the same buffer at the same time.
+        # Each rank begins with the next one, so that not all read the same buffer at the same time.
         self._others = [(rank + distance) % self._size for distance in range(1, self._size)]
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
@@ -83,23 +82,23 @@ class SharedRam:
         taken = received.view(self._size, -1)
         given = sent.view(self._size, -1)
 
-        # A rank's own part is copied at once, past the buffers that the others read.
+        # The rank's own piece needs no buffer.
         own = given[self._rank]
         self._move(taken, own, list(given))
 
     def try_out(self, device: str) -> None:
-        """Gather a few bytes of the GPU; see `brings_right_bytes`.
+        """Try an all-gather of a few bytes on GPUs; see `brings_right_bytes`.
 
         Raises:
-            MegatierError: they are wrong, or come too late.
+            MegatierError: the bytes are wrong, or come too late.
         """
         own = torch.empty(TRIAL_BYTES, dtype=torch.uint8, device=device)
         if not brings_right_bytes(self, own, self._rank, self._size):
             raise MegatierError("a trial of copies through shared RAM failed")
 
-    def release(self) -> None:
+    def abort(self) -> None:
         """See `CollectiveBackend`."""
-        self._signals.release()
+        self._signals.abort()
 
     def close(self) -> None:
         """See `CollectiveBackend`."""
@@ -113,26 +112,26 @@ class SharedRam:
 
         Args:
             target: uint8 [size, n], overwritten.
-            own: what this rank has for itself: uint8 [n].
-            sent: what it sends, uint8 [n] each: one that all others take, or one for each rank.
+            own: the bytes for this rank itself: uint8 [n].
+            sent: the bytes that it sends, uint8 [n] each: one tensor for all others, or one for each rank.
         """
-        # Streams then wait for ranks that are late by no more than a copy.
+        # Hosts wait for each other here, so streams wait for late ranks only a moment.
         self._collective += 1
-        self._signals.meet(self._collective, 0)
+        self._signals.exchange_offsets(self._collective, 0)
         target[self._rank].copy_(own, non_blocking=True)
 
-        # A buffer holds a run for each tensor that is sent.
+        # A buffer has a run of each tensor that is sent.
         buffer_bytes = self._stages.shape[2]
         run_bytes = buffer_bytes // len(sent) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         starts = range(0, target.shape[1], run_bytes)
         spans = [slice(start, start + run_bytes) for start in starts]
         first = self._rank * run_bytes if len(sent) > 1 else 0
 
-        # What is sent was made on the stream of the queue.
+        # The queue's stream has made what is sent.
         if self._writes is not None:
             self._writes.wait_stream(torch.cuda.current_stream())
 
-        # A round is written before the one before it is read, so that both directions of the link are busy.
+        # Each round is written before the one before it is read, so that both directions of the link are busy.
         num_rounds = len(spans)
         for index in range(num_rounds + 1):
             if index < num_rounds:
@@ -143,18 +142,18 @@ class SharedRam:
                 self._take(self._round + index, first, read)
         self._round += num_rounds
 
-        # What was sent may change from now on.
+        # The caller may overwrite what was sent from now on.
         if self._writes is not None:
             torch.cuda.current_stream().wait_stream(self._writes)
 
     def _put(self, number: int, run_bytes: int, runs: Sequence[torch.Tensor]) -> None:
-        """Write the runs of a round to this rank's buffer, once all others have read what was in it."""
+        """Write the runs of a round to this rank's buffer, after all others have read its old bytes."""
         buffer = self._stages[number % SHARED_STAGES, self._rank]
 
-        # In the first rounds nothing was in the buffer, and a wait for 0 is over at once.
+        # In the first rounds the buffer is empty, and a wait for 0 is over at once.
         last_of_buffer = max(0, number - SHARED_STAGES)
 
-        # Not `torch.cuda.stream(None)`, which looks for a GPU.
+        # `torch.cuda.stream(None)` would look for a GPU.
         stream = contextlib.nullcontext() if self._writes is None else torch.cuda.stream(self._writes)
         with stream:
             for peer in self._others:
@@ -171,9 +170,9 @@ class SharedRam:
                 self._signals.write(peer, Signal.READY, number)
 
     def _take(self, number: int, first: int, target: torch.Tensor) -> None:
-        """Read the run of a round of each other rank, from byte `first` of its buffer on."""
-        # The GPU is asked for few rounds at a time: copies of other queues pass between, and there is no long row of
-        # work that has to wait for another rank.
+        """Read the round's run of each other rank, from byte `first` of its buffer on."""
+        # The GPU gets few rounds at a time, so that copies of other queues come between, and little work waits for a
+        # late rank.
         if len(self._reads) == SHARED_STAGES:
             oldest = self._reads.popleft()
             oldest.synchronize()
@@ -192,7 +191,7 @@ class SharedRam:
 
 
 def why_not_shared(*, is_on_gpu: bool) -> str | None:
-    """Return why ranks of this host cannot share RAM; None if they can, as far as is known before it was tried."""
+    """Return why ranks of this host cannot share RAM; None if nothing speaks against a trial."""
     processor = platform.machine()
     if not is_on_gpu and processor not in ORDERED:
         return f"stores of {processor} may be seen in another order"
@@ -200,16 +199,16 @@ def why_not_shared(*, is_on_gpu: bool) -> str | None:
 
 
 def open_shared_ram(channel: Channel, buffer_bytes: int, check: Check, *, device: str) -> SharedRam:
-    """Share RAM with the other ranks, which have to be of one host. Every rank has to call it.
+    """Share RAM with the other ranks, which have to be on one host. Every rank has to call it.
 
     Args:
-        channel: by which the ranks find each other.
-        buffer_bytes: the size of a buffer, the same for all ranks: whole pages.
+        channel: a channel to the other ranks.
+        buffer_bytes: the size of a buffer in whole pages, the same for all ranks.
         check: raises if a rank has failed; see `PeerMonitor.check`.
-        device: "cuda" or "cpu", from which bytes come and to which they go.
+        device: the device whose bytes move, "cuda" or "cpu".
 
     Raises:
-        OSError, MegatierError: there is no RAM to share, or CUDA refused it.
+        OSError, MegatierError: there is no RAM to share, or CUDA refused to pin it.
         PeerError: a rank has failed.
     """
     size = channel.size
@@ -225,22 +224,21 @@ def open_shared_ram(channel: Channel, buffer_bytes: int, check: Check, *, device
             signals = StreamSignals(pad, check)
             opened.callback(signals.close)
 
-            # Counted from the first buffer: buffers are powers of two, so none of them, and no copy, crosses the end of
-            # a piece.
+            # Buffers are powers of two, so no buffer, and no copy, crosses the end of a pinned piece.
             lock = PageLock(stages.data_ptr(), cut_at_addresses(0, stages.nbytes, LOCKED_BYTES))
             opened.callback(lock.close)
             shared = SharedRam(channel.rank, stages, signals, lock)
 
-        # Only here it is known that no rank failed. Where one did, the pages of the others may not stay locked: CUDA
-        # would refuse to lock what is mapped next at their addresses.
+        # No rank has failed. Otherwise the pages must not stay pinned, because CUDA would refuse to pin what is mapped
+        # at their addresses next.
         opened.pop_all()
 
     try:
         with channel.failing_together():
             shared.try_out(device)
     except (MegatierError, OSError, RuntimeError):
-        # Streams may still wait for a number that will not come, and nothing may be unmapped under them.
-        shared.release()
+        # Streams may still wait for a signal that will not come, and must not lose the memory under them.
+        shared.abort()
         torch.cuda.synchronize()
         shared.close()
         raise
@@ -249,6 +247,6 @@ def open_shared_ram(channel: Channel, buffer_bytes: int, check: Check, *, device
 
 def _stages(memory: mmap.mmap, first: int, size: int) -> torch.Tensor:
     """Return the buffers of all ranks: uint8 [SHARED_STAGES, size, n]."""
-    # np.frombuffer holds the mapping, so that it outlives every view.
+    # The array of np.frombuffer keeps the mapping alive as long as any view.
     stages = np.frombuffer(memory, dtype=np.uint8, offset=first)
     return torch.from_numpy(stages).view(SHARED_STAGES, size, -1)

@@ -3,7 +3,7 @@
 `peer_copies` and `shared_ram` use it by `signals`. A rank that offers bytes writes the collective's number as `ready`
 for each reader. Before it overwrites them it waits until each reader has written the same number as `done`.
 
-Threads: one thread at a time moves bytes. Any thread may call `release`.
+Threads: one thread at a time moves bytes. Any thread may call `abort`.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ NUMBER_BYTES = 4
 OFFSET_BYTES = 8
 OFFSET_BITS = 44
 NUMBERS = 2 ** (63 - OFFSET_BITS)
-"""Numbers of collectives begin again after so many, where they stand above an offset."""
+"""In the high bits above an offset, numbers of collectives wrap around after so many."""
 PAUSE_MIN_S = 20e-6
 PAUSE_MAX_S = 1e-3
-"""How long a host looks away from the pad while it waits for another. Each look takes the interpreter's lock."""
+"""Shortest and longest pause of a host between two looks at the pad. Each look takes the interpreter's lock."""
 NUMBER_RANGE = 2**32
-"""Numbers of rounds begin again after so many. A fast host gets there within weeks."""
+"""Numbers of rounds wrap around after so many, which a fast host reaches within weeks."""
 HALF_RANGE = 2**31
-"""A number is the greater one if it is less than this ahead of another."""
-RELEASE_LEAD = 2**30
-"""How far ahead of a number that is waited for a release writes: no round gets there, and it is still the greater."""
+"""A number counts as greater than another if it is less than this ahead of it."""
+ABORT_LEAD = 2**30
+"""`abort` writes a number that is this far ahead of the awaited one: no round gets there, but it counts as greater."""
 Check = Callable[[float], None]
 """Raises if a rank has failed; see `PeerMonitor.check`."""
 
 
 class Signal(IntEnum):
-    """The meaning of a number about a collective."""
+    """What a number on the pad says about a collective."""
 
     READY = 0
     DONE = 1
 
 
 class SignalPad:
-    """The numbers that the ranks of a host show each other, at the start of memory that they share."""
+    """The numbers that the ranks of a host write for each other, at the start of shared memory."""
 
     def __init__(self, memory: mmap.mmap | bytearray, rank: int, size: int) -> None:
-        """Find the pad in memory that is zero at first.
+        """Use the start of shared memory, which is zero at first.
 
         Args:
-            memory: what all ranks have mapped, at least `num_bytes` of it.
+            memory: the memory that all ranks have mapped, at least `num_bytes` of it.
             rank: this rank.
             size: the number of ranks.
         """
@@ -60,47 +60,46 @@ class SignalPad:
         count = size * len(Signal) * size
         numbers = np.frombuffer(memory, dtype=np.uint32, count=count)
         self.numbers = numbers.reshape(size, len(Signal), size)
-        """All numbers that ranks write, modulo NUMBER_RANGE: uint32 [reader, signal, writer]."""
+        """All signals, modulo NUMBER_RANGE: uint32 [reader, signal, writer]."""
         self.awaited = 0
-        """The number that this rank waited for last."""
-        self.is_released = False
-        """Whether the waits of this rank were ended."""
+        """The number that this rank has waited for last."""
+        self.is_aborted = False
+        """Whether `abort` has ended the waits of this rank."""
 
         offsets = np.frombuffer(memory, dtype=np.int64, count=2 * size, offset=numbers.nbytes)
         self._offsets = offsets.reshape(size, 2)
-        """Where the bytes of each rank lie in the last two collectives, with the numbers of these above OFFSET_BITS."""
+        """Offsets of each rank's bytes in the last two collectives, with the collective's number above OFFSET_BITS."""
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Return the bytes of the pad of so many ranks."""
+        """Return the bytes of a pad for so many ranks."""
         return size * (len(Signal) * size * NUMBER_BYTES + 2 * OFFSET_BYTES)
 
-    def place(self, reader: int, signal: Signal, writer: int) -> int:
-        """Return the address of a number."""
-        # As `numbers` lies in memory. A driver takes an address, and no array.
+    def address(self, reader: int, signal: Signal, writer: int) -> int:
+        """Return the address of a signal, which the CUDA driver takes."""
         index = (reader * len(Signal) + signal) * self._size + writer
         return int(self.numbers.ctypes.data) + index * NUMBER_BYTES
 
     def write(self, reader: int, signal: Signal, number: int) -> None:
-        """Write a number for another rank."""
+        """Write a signal for another rank."""
         self.numbers[reader, signal, self.rank] = number % NUMBER_RANGE
 
     def has_come(self, writer: int, signal: Signal, number: int) -> bool:
-        """Return whether another rank has written this number for this one, or a greater one."""
+        """Return whether another rank has written this number, or a greater one, for this rank."""
         lead = int(self.numbers[self.rank, signal, writer]) - number
         return lead % NUMBER_RANGE < HALF_RANGE
 
-    def meet(self, number: int, offset: int, check: Check) -> list[int]:
-        """Tell where this rank's bytes lie, and return where those of all lie, once all have come to this collective.
+    def exchange_offsets(self, number: int, offset: int, check: Check) -> list[int]:
+        """Wait until all ranks have come to a collective, and return the offsets of their bytes.
 
-        No rank is two collectives ahead of another, so the last two are enough.
+        No rank is two collectives ahead of another, so the pad has the offsets of the last two.
 
         Args:
-            number: of the collective, one more than that of the last.
-            offset: of this rank's bytes.
+            number: the number of the collective, one more than that of the last.
+            offset: the offset of this rank's bytes.
             check: raises if a rank has failed; see `PeerMonitor.check`.
         """
-        # One store of 8 bytes: no rank sees the number without the offset.
+        # This is one store of 8 bytes, so no rank sees the number without the offset.
         short_number = number % NUMBERS
         column = self._offsets[:, number % 2]
         column[self.rank] = short_number << OFFSET_BITS | offset
@@ -115,10 +114,10 @@ class SignalPad:
         return [int(offset) for offset in offsets]
 
     def wait(self, holds: Callable[[], bool], check: Check) -> None:
-        """Wait until something holds that other ranks write here.
+        """Wait until a condition holds that other ranks bring about by writing here.
 
         Args:
-            holds: looks whether it does.
+            holds: returns whether the condition holds.
             check: raises if a rank has failed.
         """
         pause = _native.Latch()
@@ -128,15 +127,15 @@ class SignalPad:
             pause.wait(pause_s)
             waited_s += pause_s
 
-            # Mostly the others come within microseconds. Longer pauses leave the interpreter to other threads.
+            # Other ranks mostly come within microseconds. Longer pauses leave the interpreter to other threads.
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
             if waited_s > TICK_S:
                 check(waited_s)
                 waited_s = 0.0
 
-    def release(self) -> None:
+    def abort(self) -> None:
         """End all waits of this rank."""
-        self.is_released = True
+        self.is_aborted = True
 
-        # A plain store of the host, which needs no stream: those may all be waiting.
-        self.numbers[self.rank] = (self.awaited + RELEASE_LEAD) % NUMBER_RANGE
+        # A store of the host needs no stream. All streams may be waiting.
+        self.numbers[self.rank] = (self.awaited + ABORT_LEAD) % NUMBER_RANGE

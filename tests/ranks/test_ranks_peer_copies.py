@@ -76,12 +76,12 @@ def pull_in_turn(folder: Path) -> int:
     return wrong
 
 
-def test_pulls_with_delays_bring_each_piece_and_leave_sources_until_all_have_them(tmp_path: Path) -> None:
+def test_copies_with_delays_bring_each_piece_and_leave_sources_until_all_have_them(tmp_path: Path) -> None:
     assert POOL.run(pull_in_turn, SIZE, tmp_path) == [0] * SIZE
 
 
 def wait_for_nobody(folder: Path) -> bool:
-    """Wait for a rank that never comes, and end it by a release; return whether the wait had begun before."""
+    """Wait for a rank that never comes, and end it by `abort`; return whether the wait had begun before."""
     with joined("cpu") as ranks:
         assert ranks is not None
         _, memory, signals = opened(ranks, folder)
@@ -89,20 +89,23 @@ def wait_for_nobody(folder: Path) -> bool:
             return True
 
         peer_copies = PeerCopies(0, [memory] * ranks.size, signals)
-        with closing(Workers(1, "release")) as workers, unittest.mock.patch.object(signals, "meet", lambda *_: [0, 0]):
-            workers.submit(partial(release_later, peer_copies, signals))
+        with (
+            closing(Workers(1, "abort")) as workers,
+            unittest.mock.patch.object(signals, "exchange_offsets", lambda *_: [0, 0]),
+        ):
+            workers.submit(partial(abort_later, peer_copies, signals))
             peer_copies.all_gather(torch.empty(64 * ranks.size, dtype=torch.uint8), memory[:64])
         return signals.waits > 0
 
 
-def release_later(peer_copies: PeerCopies, signals: CountingSignals) -> None:
+def abort_later(peer_copies: PeerCopies, signals: CountingSignals) -> None:
     """Release the waits once one of them has begun."""
     while not signals.waits:
         time.sleep(0.001)
-    peer_copies.release()
+    peer_copies.abort()
 
 
-def test_release_ends_waits_for_a_rank_that_does_not_come(tmp_path: Path) -> None:
+def test_abort_ends_waits_for_a_rank_that_does_not_come(tmp_path: Path) -> None:
     assert POOL.run(wait_for_nobody, 2, tmp_path) == [True, True]
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rank_pool import POOL
 
 from megatier.errors import ConfigError
-from megatier.ranks import peer_copies as pulls_module
+from megatier.ranks import peer_copies
 from megatier.ranks import ranks as rank_module
 from megatier.ranks.peer_copies import PeerCopies
 from megatier.ranks.ranks import Ranks, check_groups
@@ -76,14 +76,14 @@ def test_gather_has_all_shards_and_scatter_gives_each_rank_its_pieces() -> None:
     assert POOL.run(move_bytes, 3) == [(whole, [rank, 10 + rank, 20 + rank], 4 + 2) for rank in range(3)]
 
 
-class FakeSigns:
+class FakeSignals:
     """Signals of a GPU that can be had on some ranks."""
 
     def __init__(self, pad: SignalPad, check: object) -> None:
         if pad.rank == 1 and os.environ["REFUSED"] == "signals":
             raise OSError("no driver")
 
-    def release(self) -> None:
+    def abort(self) -> None:
         pass
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ def share_memory(refused: str) -> tuple[str, str, int]:
             raise OSError("none to share")
         return FakeRam()
 
-    def views(memory: torch.Tensor, group: object) -> list[torch.Tensor]:
+    def map_memories(memory: torch.Tensor, group: object) -> list[torch.Tensor]:
         if refused == "views":
             raise RuntimeError("pidfd_getfd: Operation not permitted\nmore of it")
         return [memory, memory]
@@ -115,8 +115,8 @@ def share_memory(refused: str) -> tuple[str, str, int]:
         patch.setenv("REFUSED", refused)
         patch.setattr(rank_module, "why_no_peer_access", lambda *_: None)
         patch.setattr(rank_module, "allocate", lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
-        patch.setattr(pulls_module, "StreamSignals", FakeSigns)
-        patch.setattr(pulls_module, "views", views)
+        patch.setattr(peer_copies, "StreamSignals", FakeSignals)
+        patch.setattr(peer_copies, "map_memories", map_memories)
         patch.setattr(PeerCopies, "work", lambda _: refused != "trial" or ranks.rank == 0)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(rank_module, "open_shared_ram", open_ram)

@@ -17,7 +17,7 @@ def unmet(waited_s: float) -> None:
 def test_board_gives_each_number_a_place_of_its_own() -> None:
     pad = SignalPad(bytearray(SignalPad.num_bytes(SIZE)), 1, SIZE)
     places = {
-        pad.place(reader, signal, writer) for reader in range(SIZE) for signal in Signal for writer in range(SIZE)
+        pad.address(reader, signal, writer) for reader in range(SIZE) for signal in Signal for writer in range(SIZE)
     }
     assert len(places) == pad.numbers.size == SIZE * len(Signal) * SIZE
     assert min(places) == pad.numbers.ctypes.data
@@ -26,10 +26,10 @@ def test_board_gives_each_number_a_place_of_its_own() -> None:
 
 def test_meeting_gives_offsets_of_all_also_where_numbers_begin_again_and_asks_who_failed() -> None:
     memory = bytearray(SignalPad.num_bytes(2))
-    pad = [SignalPad(memory, rank, 2) for rank in range(2)]
+    pads = [SignalPad(memory, rank, 2) for rank in range(2)]
     large = 2**OFFSET_BITS - 1
     for number in (1, 2, 3, NUMBERS - 1, NUMBERS, NUMBERS + 1):
         with pytest.raises(AssertionError, match="nobody came"):
-            pad[0].meet(number, number, unmet)
-        assert pad[1].meet(number, large, lambda _: None) == [number, large]
-        assert pad[0].meet(number, number, lambda _: None) == [number, large]
+            pads[0].exchange_offsets(number, number, unmet)
+        assert pads[1].exchange_offsets(number, large, lambda _: None) == [number, large]
+        assert pads[0].exchange_offsets(number, number, lambda _: None) == [number, large]
