@@ -117,7 +117,7 @@ def share_memory(refused: str) -> tuple[str, str, int]:
         patch.setattr(rank_module, "allocate", lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
         patch.setattr(peer_copies, "StreamSignals", FakeSignals)
         patch.setattr(peer_copies, "map_memories", map_memories)
-        patch.setattr(PeerCopies, "work", lambda _: refused != "trial" or ranks.rank == 0)
+        patch.setattr(PeerCopies, "try_out", lambda _: refused != "trial" or ranks.rank == 0)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(rank_module, "open_shared_ram", open_ram)
         patch.setattr(ranks, "_is_nccl", True)
