@@ -1,7 +1,7 @@
-"""Measures how long the thread that computes has waited, so that one knows how long it has worked.
+"""The time that the computing thread has waited. The rest of a step is the host's own work.
 
-On a GPU the host works ahead: it runs Python and enqueues what the device does later. A step is as long as the longer
-of the two. So what the host's work costs shows nowhere else until it is the longer one.
+On a GPU the host runs ahead of the device: it executes Python and enqueues kernels. A step takes as long as the slower
+of the two, so the host's work shows nowhere else until it is the slower one.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from types import TracebackType
 
 
 class HostWait:
-    """Counts the time inside of it, as a context. Contexts may be nested.
+    """A timer for waits, used as a context. Contexts may be nested.
 
-    Threads: one computes at a time: with CUDA autograd's own thread in the backward, for which the other one waits.
+    Threads: one thread computes at a time. With CUDA that is autograd's thread in the backward, for which the other
+    waits.
     """
 
     def __init__(self) -> None:
-        """Begin before anybody has waited."""
+        """Begin at 0."""
         self.ns = 0
         """Nanoseconds so far."""
         self._depth = 0
@@ -28,7 +29,7 @@ class HostWait:
         self.ns = self._depth = 0
 
     def __enter__(self) -> None:
-        # Of nested contexts the outermost alone counts, since its time holds that of the others.
+        # Only the outermost context counts, because its time includes that of the others.
         if not self._depth:
             self._began_ns = time.perf_counter_ns()
         self._depth += 1
@@ -42,4 +43,4 @@ class HostWait:
 
 
 HOST_WAIT = HostWait()
-"""That of this process."""
+"""The timer of this process."""

@@ -1,18 +1,17 @@
-"""Gathers whole weights from the shards of all ranks, and scatters whole gradients to their owners.
+"""The collectives of the queue `ranks`: all-gathers of weights, and reduce-scatters of gradients.
 
-A rank's homes hold its shard of every unit. Compute needs units whole, and makes whole gradients. So the queue `ranks`
-stands between the two:
+The homes of a rank have its shard of every unit, but compute needs whole weights and makes whole gradients:
 
-- It gathers. A rank's own shard comes to its GPU like any weights, and from there to the GPUs of all ranks, into slots
-  for whole weights.
-- It scatters. Each rank has computed another group of the step. Every rank gets of all these gradients what belongs to
-  its shard, and adds them in fp32 in the order of the groups. The sum has the same bits however many ranks
-  there are, because one rank alone adds the same groups in the same order.
+- An all-gather takes each rank's shard, which comes to its GPU like any weights, and fills a slot for whole weights.
+- A reduce-scatter takes the gradients of the groups that the ranks have computed. An all-to-all brings each rank the
+  pieces of its own shard, which it adds in fp32 in the order of the groups. A single rank adds the same groups in the
+  same order, so the sum has the same bits for any number of ranks.
 
-All ranks have the same timeline, and the queue works on its loads and scatters in their order, one after the other. So
-no rank waits for ever, as `player` proves.
+All ranks have the same timeline, and the queue does its collectives in that order, one after the other. So no rank
+waits for ever, as `player` proves.
 
-Threads: compute hands gradients over (autograd's thread, in a backward). Everything else runs on the queue's thread.
+Threads: the thread that computes hands gradients over; in a backward that is autograd's. All else runs on the queue's
+thread.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ from megatier.tier import Kind, Tier
 from megatier.trace.recorder import Recorder
 
 FP32_BYTES = 4
-"""Bytes of an element of a gradient that the compute dtype would round."""
+"""Bytes of an element of a gradient that the compute dtype cannot hold without rounding."""
 
 
 class Handover:
-    """A group's gradient of a unit, on its way from compute to the queue `ranks`."""
+    """The handover of a group's gradient of a unit from compute to the queue `ranks`."""
 
     def __init__(self, planned: ReduceScatter) -> None:
-        """Begin before compute has made it."""
+        """Begin before compute has made the gradient."""
         self.planned = planned
-        """The scatter that takes it."""
+        """The reduce-scatter that takes the gradient."""
         self.scattered: Transfer | None = None
-        """The queue's item that does so, once it was submitted."""
+        """The transfer of that reduce-scatter, once it is submitted."""
         self._latch = _native.Latch()
         self._made: Transfer | None = None
         self._is_abandoned = False
@@ -59,24 +58,24 @@ class Handover:
         """Hand the gradient over.
 
         Args:
-            made: the point of compute that made it; None if compute is synchronous.
+            made: the point in compute's stream after which it is there; None if compute is synchronous.
         """
         self._made = made
         self._latch.set()
 
     def abandon(self) -> None:
-        """Say that it will not come, unless it has. It may be said again."""
+        """Say that the gradient will not come, unless it has. A second call does nothing."""
         if not self._latch.is_set():
             self._is_abandoned = True
         self._latch.set()
 
     @property
     def is_given(self) -> bool:
-        """Whether it was handed over."""
+        """Whether the gradient was handed over."""
         return self._latch.is_set() and not self._is_abandoned
 
     def wait(self) -> None:
-        """Wait until it is there.
+        """Wait for the gradient.
 
         Raises:
             StepAbandonedError: it will not come.
@@ -89,7 +88,7 @@ class Handover:
 
 
 class Collectives:
-    """The gathers and scatters of one rank. A `GradSink`, as `UnitGradients` is for a rank that is alone."""
+    """The collectives of one rank. It is a `GradSink`, as `UnitGradients` is for a single rank."""
 
     def __init__(
         self,
@@ -106,9 +105,9 @@ class Collectives:
             ranks: the ranks of the run.
             blocks: the run's blocks.
             optimizer: adds gradients.
-            gradients: takes those of this rank's shards.
+            gradients: takes the gradients of this rank's shards.
             gate: counts the accesses of the pass that are over.
-            recorder: knows what the queue is at.
+            recorder: records what the queue does.
         """
         self._ranks = ranks
         self._blocks = blocks
@@ -121,15 +120,15 @@ class Collectives:
         self._handovers: dict[tuple[str, int], Handover] = {}
         """The gradients that this pass hands over, by unit and group."""
         self._last_scatters: dict[str, Transfer] = {}
-        """The scatter of the gradient that each unit handed over last."""
+        """The last reduce-scatter of each unit."""
         self._units_with_grads: set[str] = set()
-        """The units of which compute has made a gradient in this step."""
+        """The units for which compute has made a gradient in this step."""
         self._buffers: dict[str, tuple[Lease, int]] = {}
-        """The GPU buffers in which compute makes gradients now, by unit, and the bytes of an element in each."""
+        """By unit, the GPU buffer in which compute makes its gradient, and the bytes of an element in it."""
         self._last: Transfer | None = None
         """The collective that was submitted last."""
         self._failure: Exception | None = None
-        """Why the queue comes to no collective any more."""
+        """The error after which the queue begins no collective."""
         self.queue = Queue("ranks", blocks.store.clock)
         """The queue `ranks`."""
         recorder.busy["ranks"] = "ranks"
@@ -147,8 +146,8 @@ class Collectives:
         """Append a planned collective to the queue.
 
         Args:
-            planned: a load to gather for, or a scatter.
-            own: for a load, the items that bring this rank's own shard and, if it is streamed, update it.
+            planned: a load, for which weights are gathered, or a reduce-scatter.
+            own: for a load, the transfers that bring this rank's own shard and, if it is streamed, update it.
         """
         unit = planned.unit
         if isinstance(planned, Load):
@@ -157,7 +156,7 @@ class Collectives:
 
         handover = Handover(planned)
         self._handovers[unit, planned.group] = handover
-        scatter = partial(self._scatter, handover)
+        scatter = partial(self._reduce_scatter, handover)
         handover.scattered = self._append(unit, scatter)
         return handover.scattered
 
@@ -165,20 +164,20 @@ class Collectives:
         """Wait until every collective is over.
 
         Raises:
-            MegatierError: what stopped one of them.
+            MegatierError: one of them failed.
         """
         if self._last is not None:
             self._recorder.wait_until_done(self._last)
 
     def drop_left_out(self) -> None:
-        """Forget the gradients of units that every rank has left out of the step: they are not updated."""
+        """Drop the gradients of units that all ranks have left out of the step, so that they are not updated."""
         with self._recorder.waiting("ranks"):
             units_by_rank = self._ranks.all_gather_object(self._units_with_grads)
         units_of_any = set[str]().union(*units_by_rank)
         self._gradients.final &= units_of_any
 
     def pass_over(self) -> None:
-        """Hand over zeros for what this rank left out of a group, as far as the pass has come: others may use it."""
+        """Hand over zeros for the units that this rank has left out so far, because other ranks may use them."""
         played = self._pass
         if played.timeline is None or not played.left_out or not played.trains:
             return
@@ -195,8 +194,8 @@ class Collectives:
                 self._hand_over(item.unit, item.group)
 
     def abandon(self) -> None:
-        """Give up what waits for compute, or for other ranks."""
-        # If the queue is at none, this rank can come to the next one with the others, and need not give up.
+        """Give up collectives that wait for compute or for other ranks."""
+        # If none is under way, this rank can still join the next one, and need not give up.
         for handover in self._handovers.values():
             handover.abandon()
 
@@ -205,20 +204,20 @@ class Collectives:
             self._ranks.give_up()
 
     def wait_for_end(self) -> None:
-        """Wait until every collective has ended, well or not."""
+        """Wait until every collective has ended or failed."""
         if self._last is not None:
             self._last.wait_for_end()
 
     def release_all(self) -> None:
-        """Give back the buffers of a backward that was left half-way, and drop what was not scattered."""
+        """Release the buffers of a backward that failed, and drop their gradients."""
         while self._buffers:
             with self._store.consistency.change:
-                # An interrupt between these two would leave a lease that nobody ends, so it tears the state.
+                # An interrupt between the two would leave a lease that nobody releases.
                 _, (lease, _) = self._buffers.popitem()
                 lease.release()
 
     def drop(self) -> None:
-        """Drop all gradients of groups. No queue may use them any more."""
+        """Drop all gradients of groups, which no queue may use any more."""
         for unit in self._blocks.placement.grad_homes:
             self._store.evict(group_grad_key(unit), Tier.GPU)
             self._store.evict(received_key(unit), Tier.GPU)
@@ -232,8 +231,8 @@ class Collectives:
 
     # ------------------------------------------------------------------ compute's side
 
-    def gather(self, unit: str) -> Transfer:
-        """Gather a unit's weights on demand, because no timeline says when."""
+    def all_gather(self, unit: str) -> Transfer:
+        """Gather a unit's weights on demand, while no timeline is known."""
         self._check_order(f"gather {unit}")
         gather = partial(self._gather, unit, None, ())
         return self._append(unit, gather)
@@ -243,33 +242,33 @@ class Collectives:
 
         Args:
             unit: the unit.
-            fits: whether the buffer is for elements of the compute dtype, which lose nothing; else it is for fp32.
+            fits: whether the compute dtype holds the gradient without rounding; otherwise the buffer is for fp32.
         """
         schema = self._blocks.units[unit].schema
         width = schema.grad_width if fits else FP32_BYTES
         return self._take_buffer(unit, width)
 
     def ship_grad(self, unit: str, *, group: int) -> None:
-        """Hand over the gradient of a group, of which every rank gets its shard."""
+        """Hand over a group's gradient for the reduce-scatter."""
         self._units_with_grads.add(unit)
         self._hand_over(unit, group)
 
     def sums_here(self, unit: str) -> bool:
-        """Return False: groups are added up when the shards of all ranks are there."""
+        """Return False, because groups are added up after the all-to-all."""
         return False
 
     def _take_buffer(self, unit: str, width: int) -> torch.Tensor:
-        """Lease a buffer for a unit's gradient of one group, once the one before was scattered from it."""
+        """Lease a buffer for a unit's gradient of one group, after the unit's last reduce-scatter."""
         if self._failure is not None:
             raise self._failure
 
-        # Other ranks may be a whole group behind, and then the queue waits for them with that gradient.
+        # Other ranks may be a whole group behind, so that the queue still waits for them.
         with self._recorder.waiting(self._recorder.busy["ranks"]):
             last_scatter = self._last_scatters.pop(unit, None)
             if last_scatter is not None:
                 last_scatter.wait_on_stream()
 
-            # An interrupt between the lease and its entry would leave a lease that nobody gives back.
+            # An interrupt between the two would leave a lease that nobody releases.
             with self._store.consistency.call:
                 lease = self._store.lease(group_grad_key(unit), Tier.GPU, fresh=True, wait=True)
                 self._buffers[unit] = lease, width
@@ -277,7 +276,7 @@ class Collectives:
         return lease.bytes[:num_bytes]
 
     def _hand_over(self, unit: str, group: int) -> None:
-        """Give the queue a gradient that is made."""
+        """Give the queue a finished gradient."""
         with self._store.consistency.change:
             lease, width = self._buffers.pop(unit)
             lease.release()
@@ -310,7 +309,7 @@ class Collectives:
         return self._ranks.size * self._blocks.units[unit].num_trained * width
 
     def _check_order(self, what: str) -> None:
-        """Compare what this rank does next with the others, while the order is recorded.
+        """Check that all ranks come to the same collective, while the order is recorded.
 
         Raises:
             TimelineError: another rank does something else.
@@ -327,8 +326,8 @@ class Collectives:
     # ------------------------------------------------------------------ the queue's side
 
     def _append(self, unit: str, work: partial[None], own: Sequence[Transfer] = ()) -> Transfer:
-        """Append an item to the queue, behind what brings and updates this rank's own shard, if anything does."""
-        # `_gather` waits for them itself, because their errors are to close the queue to all that come after.
+        """Append an item to the queue, behind the transfers of this rank's own shard."""
+        # `_gather` waits for these itself, because their errors stop all later collectives.
         collective = self.queue.submit(unit, 0, work, follows=own)
         self._last = collective
         self._recorder.watch(collective)
@@ -336,10 +335,10 @@ class Collectives:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """Surround one collective. If it fails, none after it begins: ranks would be at different ones.
+        """Run one collective. If it fails, no later one begins, because ranks would be at different ones.
 
         Raises:
-            Exception: why one before it failed.
+            Exception: the error of an earlier collective.
         """
         if self._failure is not None:
             raise self._failure
@@ -350,12 +349,12 @@ class Collectives:
             raise
 
     def _gather(self, unit: str, load: Load | None, own: Sequence[Transfer]) -> None:
-        """Bring a unit's whole weights to a GPU slot."""
+        """All-gather a unit's weights into a GPU slot, when the shard and the slot are there."""
         busy = self._recorder.busy
         blocks = self._blocks
         try:
             with self._in_order():
-                # AdamW on the GPU is waited for as well: NCCL's kernel would spin on processors that AdamW needs.
+                # The host waits for AdamW on the GPU too, because NCCL's kernel would occupy processors that it needs.
                 for transfer in own:
                     transfer.wait()
                 if load is not None:
@@ -365,27 +364,26 @@ class Collectives:
                 busy["ranks"] = "ranks"
                 self._gather_now(unit)
         finally:
-            # The next load may need the slot of the shard, also if it fails for the same reason.
+            # The next load may wait for the slot of the shard, even after an error.
             blocks.drop_shard(unit)
 
     def _gather_now(self, unit: str) -> None:
-        """Gather a unit's weights, of which this rank's shard has come."""
-        # Leased for the collective alone: the shard's slot goes to the next unit, and the whole stays until compute has
-        # used it.
+        """All-gather a unit's weights."""
+        # The leases are for the collective alone. The whole weights stay in their slot until compute has used them.
         key = self._blocks.key(unit, Kind.WEIGHT)
         with (
             self._store.lease(key, Tier.GPU, wait=True) as own,
             self._store.lease(gathered_key(unit), Tier.GPU, fresh=True, wait=True) as whole,
         ):
-            # Frozen weights lie behind the trained ones in each shard, and behind all trained ones in the whole.
+            # Frozen weights lie behind the trained ones, in each shard and in the whole.
             num_ranks = self._ranks.size
             for start, stop in self._blocks.gathered_spans(unit):
                 gathered = whole.bytes[num_ranks * start : num_ranks * stop]
                 shard = own.bytes[start:stop]
                 self._ranks.all_gather(gathered, shard)
 
-    def _scatter(self, handover: Handover) -> None:
-        """Send a group's gradient to the owners of its shards, and add what comes of this rank's shard to its sum."""
+    def _reduce_scatter(self, handover: Handover) -> None:
+        """Reduce-scatter a group's gradient: an all-to-all, and then the sum of this rank's shard."""
         scatter = handover.planned
         unit = scatter.unit
         try:
@@ -401,27 +399,27 @@ class Collectives:
                     with self._store.lease(group_grad_key(unit), Tier.GPU) as made:
                         self._ranks.all_to_all(shards, made.bytes[:num_bytes])
 
-                    # At once, so that compute can make the next gradient while the shards are added up.
+                    # Compute can make the next gradient in this slot while the shards are added up.
                     self._store.evict(group_grad_key(unit), Tier.GPU)
                     spare = received.bytes[num_bytes:]
                     self._add(scatter, shards, spare)
                 self._store.evict(received_key(unit), Tier.GPU)
         except Exception:
-            # Compute may wait for the slot. If it has not made this gradient yet, it makes none after it.
+            # Compute may wait for the slot. If it has not made this gradient, it makes no later one either.
             if handover.is_given:
                 self._store.evict(group_grad_key(unit), Tier.GPU)
             raise
 
     def _add(self, scatter: ReduceScatter, received: torch.Tensor, spare: torch.Tensor) -> None:
-        """Add what came from all ranks to the sum of this rank's shard."""
+        """Add the received pieces to the sum of this rank's shard."""
         unit = scatter.unit
         gradients = self._gradients
         last_group = self._blocks.policy.groups - 1
 
-        # Each rank sent its part at the place of its number, so the rows are in the order of the groups.
+        # Row r comes from rank r, so the rows are in the order of the groups.
         shards = received.view(self._ranks.size, -1)
 
-        # Asked before the buffer is taken and handed over, after which a group's gradient is there.
+        # Asked first, because the unit has a gradient once the buffer is handed over.
         has_sum = not gradients.is_first(unit)
         total = gradients.take_grad(unit)
         self._optimizer.sums.sum_groups(
@@ -433,6 +431,6 @@ class Collectives:
             is_last=scatter.group == last_group,
         )
 
-        # If this rank left the unit out, it does not know yet whether any rank has a gradient of it.
+        # If this rank has left the unit out, it does not know yet whether another rank has a gradient.
         has_gradient = unit in self._units_with_grads
         gradients.ship_grad(unit, group=scatter.group, speculates=has_gradient)

@@ -1,4 +1,4 @@
-"""Counts the accesses of a pass that are over. Loads and fed updates wait on it."""
+"""The gate of a pass: it counts the accesses that are over. Loads and updates that feed them wait for it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from megatier import _native
 from megatier.errors import StepAbandonedError
 
 GIVEN_UP = "the step was given up (cancel, close or an error before); the first error says why"
-"""Said by whatever waited for something that will not come."""
+"""The error of a wait for something that will not come."""
 
 
 class Gate:
-    """A counter that threads wait on: how many accesses compute has released in this pass. It only grows."""
+    """The number of accesses that compute has left in this pass, for which threads can wait. It only grows."""
 
     def __init__(self) -> None:
         """Start at 0."""
         self._count = 0
         self._is_abandoned = False
         self._waiting: list[tuple[int, _native.Latch]] = []
-        """One entry for each thread that waits: the count that it waits for, and how it is woken."""
+        """For each waiting thread, the count that it waits for and the latch that wakes it."""
         self._lock = threading.Lock()
 
     @property
@@ -34,7 +34,7 @@ class Gate:
             return tuple(sorted(count for count, latch in self._waiting if not latch.is_set()))
 
     def open_to(self, count: int) -> None:
-        """Let everyone pass who waits for at most `count`."""
+        """Set the counter, and wake the threads that wait for at most `count`."""
         with self._lock:
             self._count = count
             self._wake()
@@ -45,7 +45,7 @@ class Gate:
         Raises:
             StepAbandonedError: the gate was abandoned.
         """
-        # A native latch, since an interrupt could leave a lock of the standard library locked.
+        # A native latch, because an interrupt could leave a lock of the standard library taken.
         entry = count, _native.Latch()
         with self._lock:
             self._waiting.append(entry)
@@ -54,8 +54,8 @@ class Gate:
         try:
             entry[1].wait()
         finally:
-            # How it ended is asked under the lock. The next pass resets the gate only when nobody waits any more, so
-            # this is the gate of the pass that was waited for.
+            # Read under the lock. The next pass resets the gate only when no thread waits, so this is still the pass of
+            # this wait.
             with self._lock:
                 self._waiting.remove(entry)
                 is_abandoned = self._is_abandoned
@@ -64,21 +64,21 @@ class Gate:
             raise StepAbandonedError(GIVEN_UP)
 
     def reset(self) -> None:
-        """Go back to 0. Nobody may be waiting."""
+        """Set the counter to 0. No thread may be waiting."""
         with self._lock:
             self._count = 0
             self._is_abandoned = False
 
     def abandon(self) -> None:
-        """Wake everyone with an error: the step will not go on."""
+        """Wake all threads with an error, because the step does not go on."""
         with self._lock:
             self._is_abandoned = True
             self._wake()
 
     def _wake(self) -> None:
-        """Wake everyone who waits no longer. The caller holds the lock."""
-        # A thread that waits leaves the list by itself. An interrupt between the count and a latch loses nothing: the
-        # next call sets all that are due, and after an interrupt the step is abandoned.
+        """Wake the threads whose wait is over. The caller holds the lock."""
+        # A waiting thread removes its entry itself. An interrupt between the count and a latch loses nothing, because
+        # the next call sets all due latches, and the step is abandoned after an interrupt.
         for count, latch in self._waiting:
             if self._is_abandoned or count <= self._count:
                 latch.set()

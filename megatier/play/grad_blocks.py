@@ -1,9 +1,9 @@
-"""Moves gradients from the GPU to the tier where they wait for their update, and leases them.
+"""The blocks of gradients: how they move from the GPU to the tier where they wait for the update, and are leased there.
 
-A unit that is trained has one block for its gradient of a group. If gradients of several groups are added up in RAM,
-the sum has a block of its own. The sum then has the home, and gradients merely pass through slots.
+A trained unit has one block for its gradient of a group. If groups are summed in RAM, the sum has a block of its own.
+Then the sum has the home, and gradients pass through slots.
 
-Threads: the thread that computes sends gradients. The queues that update lease and read them.
+Threads: the thread that computes sends gradients. The update queues lease and read them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatier.tier import BlockSpec, Kind, Tier
 
 
 class GradBlocks:
-    """The gradient blocks of all units that are trained."""
+    """The gradient blocks of all trained units."""
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
         """Begin with nothing registered.
@@ -41,12 +41,12 @@ class GradBlocks:
         self._policy = policy
 
     def register(self, unit: str) -> None:
-        """Register the blocks of a unit's gradient and, if it is taken in RAM, of its sum over groups."""
+        """Register the block of a unit's gradient, and that of its sum if groups are summed in RAM."""
         home = self._placement.grad_homes[unit]
         spec = self._units[unit]
         size = grad_bytes(spec, self._policy)
         if self.sums_in_ram(unit):
-            # The sum takes the home, and the gradient of each group merely passes through slots.
+            # The sum has the home, and gradients of groups pass through slots.
             total = BlockSpec(sum_key(unit), size, home, Kind.GRAD)
             self._store.register(total)
             home = None
@@ -55,13 +55,13 @@ class GradBlocks:
         self._store.register(gradient)
 
     def sums_in_ram(self, unit: str) -> bool:
-        """Return whether the gradients of several groups are added up in RAM; else that is done on the GPU."""
+        """Return whether several groups are summed in RAM, and not on the GPU."""
         return self._policy.groups > 1 and self._placement.sum_tier(unit) is Tier.RAM
 
     def send(self, unit: str, *, final: bool) -> None:
-        """Start taking a gradient from its GPU slot to its home or slot in RAM, or to NVMe; waits for RAM slots.
+        """Start to move a gradient from its GPU slot to its home or slot in RAM, or to NVMe. It may wait for RAM slots.
 
-        A final gradient that was added up on the GPU, and rounded there, is only the front of its block.
+        A final gradient that was summed and rounded on the GPU fills only the front of its block.
         """
         key = grad_key(unit)
         spec = self._units[unit]
@@ -74,8 +74,8 @@ class GradBlocks:
         if self._placement.grad_homes[unit] is not Tier.NVME:
             self._store.write_back(key, Tier.GPU, whole, wait=True)
         else:
-            # Chunk by chunk, and each one leaves for NVMe before the next comes: all of them may have to share one slot
-            # in RAM. Evicting now means that a slot is free as soon as its bytes are written.
+            # Each chunk goes on to NVMe before the next one comes, because all may have to share one slot in RAM. The
+            # evicted slot is free as soon as its bytes are written.
             chunk = self._placement.chunk_elements
             num_elements = max(chunk, updated_at_once(spec, chunk))
             step_bytes = num_elements * spec.schema.grad_width
@@ -85,7 +85,7 @@ class GradBlocks:
                 self._store.write_back(key, Tier.RAM, span)
                 self._store.evict(key, Tier.RAM, span)
 
-        # The slot is free at once: the next gradient comes behind the copies from it.
+        # The slot is free at once, because the next gradient is ordered behind the copies from it.
         self._store.evict(key, Tier.GPU)
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class GradBlocks:
         span = self.span(unit, elements)
         key = sum_key(unit) if self.sums_in_ram(unit) else grad_key(unit)
 
-        # Without a home the gradient lies in one slot, whole.
+        # Without a home the whole gradient is in one slot.
         if home is None:
             start, stop = span
             with self._store.lease(key, Tier.RAM) as lease:
@@ -113,24 +113,24 @@ class GradBlocks:
         with self._store.lease(key, tier, span, wait=True) as lease:
             yield lease.bytes[:num_bytes]
 
-        # A final gradient is read once, so nobody needs its slot any more.
+        # A final gradient is read once, so its slot can be freed.
         if home is Tier.NVME:
             self._store.evict(key, Tier.RAM, span)
 
     def free(self, unit: str) -> None:
-        """Drop a gradient that lies in a slot alone, after its update, so that the next one finds room."""
+        """Drop a gradient without a home after its update, to make room for the next one."""
         if self._policy.groups == 1 and self._placement.grad_homes[unit] is None:
             self._store.evict(grad_key(unit), Tier.RAM)
 
     def drop(self, unit: str) -> None:
-        """Drop a gradient of a step that was given up from all slots. No update and no sum of it is under way."""
+        """Drop a gradient of a step that was given up from all slots. No update or sum of it may be under way."""
         key = grad_key(unit)
         home = None if self.sums_in_ram(unit) else self._placement.grad_homes[unit]
         for tier in (Tier.GPU, Tier.RAM):
             if home is tier:
                 continue
 
-            # If a write of it failed, it stays, and its next write raises the error.
+            # If a write failed, the copy stays, and its next write raises the error.
             with contextlib.suppress(TransferError):
                 self._store.discard(key, tier)
 
@@ -141,7 +141,7 @@ class GradBlocks:
         width = spec.schema.grad_width
         start = first * width
 
-        # On NVMe a block is padded to whole granules, and the last run has the padding as well.
+        # On NVMe a block is padded to whole granules, and the last run includes the padding.
         is_last = end == spec.num_trained
         if is_last and self._placement.grad_homes[unit] is Tier.NVME:
             return start, final_grad_bytes(spec, self._policy)
@@ -149,10 +149,10 @@ class GradBlocks:
 
 
 def grad_key(unit: str) -> str:
-    """Return the name of a unit's gradient, of one group or whole."""
+    """Return the key of a unit's gradient."""
     return f"{unit}/{Kind.GRAD}"
 
 
 def sum_key(unit: str) -> str:
-    """Return the name of the fp32 sum of a unit's gradients over groups in RAM."""
+    """Return the key of the fp32 sum of a unit's gradients in RAM."""
     return f"{unit}/{Kind.GRAD}_sum"

@@ -1,7 +1,7 @@
-"""Carries matrices in RAM to the device that computes, for updates that are by matrix, and home again.
+"""The carrier of matrices: it takes matrices from RAM to the GPU for their updates (Muon), and back.
 
-Units that are updated by matrix are updated on the device that computes, wherever their planes are. If these are in
-RAM, the carrier takes one matrix after the other there and back.
+The update queues use it for units that are updated by matrix. These are updated on the device that computes, wherever
+their planes are. If the planes are in RAM, the carrier takes one matrix after the other there and back.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from megatier.tier import Kind
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A matrix in memory of its own on the device that computes."""
+    """A matrix on the device that computes."""
 
     planes: dict[Kind, torch.Tensor]
-    """Its state, and its gradient until it was updated."""
+    """Its state, and before the update its gradient."""
     transfers: list[Transfer]
-    """Its copies that were submitted last, those that bring it or those that take it home."""
+    """Its last copies: those to the device, or those home."""
 
 
 class MatrixCarrier:
-    """Carries matrices in RAM to the device that computes, for their updates, and home again.
+    """The carrier of a run's matrices from RAM to the device that computes, and home.
 
-    While one is multiplied, the next one comes and the one before leaves. So there are three at most
+    While one matrix is updated, the next one arrives and the one before leaves, so there are at most three
     (`MATRICES_CARRIED`).
 
-    Why no copy meets what others do with its memory: the host sees the end of each stage before it begins the next one.
-    It takes memory for a matrix while no products are under way, enqueues products when all copies of their matrix have
-    come, copies it home when these products are over, and gives the memory back when it is home. All of this memory,
-    and that of the products, is allocated on the carrier's stream, and torch's allocator hands it out again on that
-    stream alone. Planes in RAM are leased by the caller, who has them until all copies have ended.
+    Copies and products never use the same memory at once, because the host waits for each stage before it begins the
+    next one. It allocates memory for a matrix while no products run. It enqueues the products when all copies of the
+    matrix have come, copies it home when the products are over, and frees the memory when the copies are. All of this
+    memory is allocated on the carrier's stream, and torch's allocator reuses it only on that stream. The caller leases
+    the planes in RAM until all copies have ended.
 
-    No copy waits for products on the device either: it would hold up those behind it that compute waits for.
+    Copies do not wait for products on the device, because they would hold up later copies, for which compute waits.
 
-    Threads: the queues that update. One at a time carries a unit: that keeps the link and the GPU busy, and takes the
-    memory of one. It waits for copies and products alone, and these wait for no queue that updates.
+    Threads: the update queues. One at a time carries a unit, which keeps link and GPU busy and needs the memory for
+    one. It waits only for copies and products, and these wait for no update queue.
     """
 
     def __init__(self, store: TieredStore, optimizer: Optimizer) -> None:
-        """Take the store, whose queues copy, and the optimizer, which knows the matrices of units."""
+        """Use the queues of the store for copies. The optimizer knows the matrices of units."""
         self._store = store
         self._optimizer = optimizer
         self._one_unit = threading.Lock()
-        """Held by the queue that carries a unit."""
+        """The queue that carries a unit holds it."""
         self._stream = torch.cuda.Stream() if store.clock is not None else None
 
     def in_ram(self, apply: Apply) -> Apply:
-        """Return an update for planes in RAM: of any elements there, of matrices on the device that computes."""
+        """Return an update for planes in RAM, which carries matrices and runs on all other elements in place."""
         return partial(self._apply, apply)
 
     def _apply(
@@ -70,7 +70,7 @@ class MatrixCarrier:
         if not runs:
             return apply(unit, elements, planes, grad, before)
 
-        # Each plane is read where the generation before has it, and written where the new one has it.
+        # Planes are read from the old generation and written to the new one.
         read = {**planes, **before, Kind.GRAD: grad}
         sources = _cut(read, elements, runs)
         targets = _cut(planes, elements, runs)
@@ -82,7 +82,7 @@ class MatrixCarrier:
     def _carry(
         self, apply: Apply, unit: str, runs: Sequence[Elements], sources: Sequence[Planes], targets: Sequence[Planes]
     ) -> None:
-        """Update matrices whose planes lie in RAM; the arguments have an entry for each."""
+        """Update matrices whose planes are in RAM. The arguments have an entry for each matrix."""
         under_way: deque[_Matrix] = deque()
         try:
             self._bring(unit, sources[0], under_way)
@@ -96,11 +96,11 @@ class MatrixCarrier:
                 grad = matrix.planes.pop(Kind.GRAD)
                 apply(unit, run, matrix.planes, grad, {})
 
-                # The host sees the end of the products before it enqueues copies, which must not wait on the device.
+                # The host waits for the products, because copies must not wait on the device.
                 if self._stream is not None:
                     self._stream.synchronize()
 
-                # The gradient's memory serves the next matrix while the state goes home.
+                # The next matrix can use the gradient's memory while the state goes home.
                 del grad
 
                 matrix.transfers.clear()
@@ -110,18 +110,18 @@ class MatrixCarrier:
 
             _end(under_way, 0)
         finally:
-            # After an error as well, none may outlive the leases of the planes, or its memory on the device.
+            # Even after an error no copy may outlive the leases of the planes, or the memory on the device.
             for matrix in under_way:
                 for transfer in matrix.transfers:
                     transfer.wait_for_end()
 
     def _bring(self, unit: str, sources: Planes, under_way: deque[_Matrix]) -> None:
-        """Take memory on the device for a matrix, and start copying it there."""
+        """Allocate memory on the device for a matrix, and start to copy it there."""
         device = self._store.device
         planes = {kind: torch.empty_like(source, device=device) for kind, source in sources.items()}
         matrix = _Matrix(planes, [])
 
-        # In the list before its first copy begins: whatever fails then, `_carry` waits for those that did.
+        # Listed before its first copy begins, so that `_carry` waits for its copies after an error.
         under_way.append(matrix)
         for kind, source in sources.items():
             transfer = self._store.carry(unit, planes[kind], source, to_gpu=True)
@@ -129,18 +129,18 @@ class MatrixCarrier:
 
 
 def _end(under_way: deque[_Matrix], left: int) -> None:
-    """Wait for matrices on their way home, the oldest first, until so many are left. Their memory is free then."""
+    """Wait for matrices that go home, the oldest first, until so many are left. The memory of the others is free."""
     while len(under_way) > left:
-        # A matrix leaves the list after the wait, as the list is what keeps its memory.
+        # Removed after the wait, because the list keeps its memory alive.
         _wait(under_way[0].transfers)
         under_way.popleft()
 
 
 def _wait(transfers: Sequence[Transfer]) -> None:
-    """Wait for all transfers, also if one fails.
+    """Wait for all transfers, even if one fails.
 
     Raises:
-        TransferError: one failed.
+        TransferError: a transfer failed.
     """
     ended_well = [transfer.wait_for_end() for transfer in transfers]
     for transfer, is_well in zip(transfers, ended_well, strict=True):
@@ -149,7 +149,7 @@ def _wait(transfers: Sequence[Transfer]) -> None:
 
 
 def _cut(planes: Planes, elements: Elements, runs: Sequence[Elements]) -> list[Planes]:
-    """Return the bytes that each run has in the planes of some elements."""
+    """Return the bytes of each run in the planes of some elements."""
     start, stop = elements
     num_elements = stop - start
     cut: list[Planes] = []

@@ -1,8 +1,8 @@
-"""Offloads the input of each unit to RAM or NVMe, from the unit's forward to its backward.
+"""Activation offload: the input of each unit is in RAM or NVMe from the unit's forward to its backward.
 
-Kept attention may go with it. All tensors of a unit share a block, each from the start of a granule on.
+Kept attention may be offloaded with it. All tensors of a unit share a block, and each begins at a granule.
 
-Threads: the thread that computes calls all of it (autograd's, in a backward).
+Threads: only the thread that computes calls these methods; in a backward that is autograd's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Stashed:
 
 
 class Offload:
-    """Takes activations home and brings them back, the last one first."""
+    """The offloaded activations of a pass, of which the last one comes back first."""
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], moves: Moves, demand: Demand) -> None:
         """Begin with nothing stashed.
@@ -50,8 +50,8 @@ class Offload:
         Args:
             store: has a block for each unit with `activation_bytes`.
             units: sizes of every unit, by name.
-            moves: says what moves to and from an activation's home.
-            demand: counts the bytes that move.
+            moves: the moves to and from an activation's home.
+            demand: adds up the bytes that move.
         """
         self._store = store
         self._units = units
@@ -62,11 +62,11 @@ class Offload:
         self._stashed: dict[str, list[_Stashed]] = {}
         """The tensors of each unit's activation at home."""
         self._spilling: deque[Transfer] = deque(maxlen=SPILLING_MAX)
-        """The last activations on their way to NVMe: the transfers after which they have left the GPU."""
+        """The last activations that go to NVMe: the transfers after which they have left the GPU."""
         self._fetched: dict[str, list[tuple[torch.Tensor, Transfer]]] = {}
-        """Activations on their way back, and the tensors that they come to."""
+        """The tensors of each unit that come back, and the transfers that fill them."""
         self._next: str | None = None
-        """The unit whose activation has to be asked for ahead."""
+        """The unit whose activation `ask_ahead` requests next."""
 
     def forget(self) -> None:
         """Forget the activations of a pass that was abandoned."""
@@ -77,10 +77,10 @@ class Offload:
         self._next = None
 
     def stash(self, unit: str, tensor: torch.Tensor) -> None:
-        """Start moving a unit's input (contiguous, on the GPU) home. It waits for older ones if drives are too slow.
+        """Start to move a unit's input (contiguous, on the GPU) home. Wait for older ones if drives are slow.
 
         Raises:
-            ConfigError: the unit has run in this group before, or takes more than what was planned.
+            ConfigError: the unit has run in this group before, or its input is larger than planned.
         """
         if unit in self._stashed:
             raise ConfigError(
@@ -97,25 +97,25 @@ class Offload:
                 "layers of this model take more. Set train.activations to recompute or keep."
             )
 
-        # Drives may be slower than compute, and an activation stays on the GPU until a slot in RAM takes its last
-        # piece. So no more of them are under way than memory was left for.
+        # If drives are slower than compute, activations wait on the GPU for slots in RAM. GPU memory was set aside for
+        # SPILLING_MAX of them.
         if len(self._spilling) == SPILLING_MAX:
             self._spilling[0].wait_for_end()
 
         left = self._push(unit, tensor, tensor, 0)
 
-        # Two moves: it goes on from RAM to NVMe.
+        # With two moves it goes on from RAM to NVMe.
         moves = self._moves.stash(unit, tensor.nbytes)
         if len(moves) > 1:
             self._spilling.append(left)
         self._activations.stash(unit)
 
     def stash_beside(self, unit: str, tensor: torch.Tensor) -> bool:
-        """Start moving another tensor of a unit whose input was stashed; returns whether its block has room for it.
+        """Start to move another tensor of a unit home, after its input. Return whether its block has room for it.
 
         Args:
             unit: the unit.
-            tensor: on the GPU. It may be permuted, but has no gaps and no overlaps.
+            tensor: a tensor on the GPU. It may be permuted, but has no gaps and no overlaps.
         """
         last = self._stashed[unit][-1]
         start = self._moves.next_part(last.stop)
@@ -124,8 +124,7 @@ class Offload:
         if not fits or not flat.is_contiguous():
             return False
 
-        # The copy of this tensor takes the place of the input's in the list: the queue is in order, so once this one
-        # has left, the input has left too.
+        # This copy replaces that of the input in the list, because the queue ends it later.
         left = self._push(unit, tensor, flat, start)
         moves = self._moves.stash(unit, tensor.nbytes, start)
         if len(moves) > 1:
@@ -133,14 +132,14 @@ class Offload:
         return True
 
     def fetch(self, unit: str) -> list[torch.Tensor]:
-        """Bring a unit's tensors back to the GPU, as they were stashed; compute that is enqueued next comes after it.
+        """Return a unit's tensors on the GPU, in the order of `stash`. Compute that is enqueued next waits for them.
 
-        `ask_ahead` may follow, so that those of the next unit come meanwhile.
+        Call `ask_ahead` then, so that those of the next unit come meanwhile.
 
         Raises:
-            TransferError, IntegrityError: they could not be brought, or had not come home.
+            TransferError, IntegrityError: a move home or back has failed.
         """
-        # If nobody has asked ahead since the last fetch, this unit itself is still to be asked for.
+        # Without a call of `ask_ahead` since the last fetch, this unit was not requested yet.
         self.ask_ahead()
         for asked in self._activations.fetch(unit):
             if asked == unit:
@@ -148,24 +147,24 @@ class Offload:
             else:
                 self._next = asked
 
-        # Compute comes behind the copies on its stream. The host does not wait: it has the rest of the unit to enqueue.
+        # Compute waits on its stream, and the host can enqueue the rest of the unit.
         fetched = self._fetched.pop(unit)
         for _, transfer in fetched:
             transfer.wait_on_stream()
         return [tensor for tensor, _ in fetched]
 
     def ask_ahead(self) -> None:
-        """Start bringing back the tensors of the unit that a backward comes to next, unless that was done."""
+        """Start to bring back the tensors of the next unit of the backward, unless that has begun."""
         if self._next is not None:
             self._ask(self._next)
             self._next = None
 
     def _ask(self, unit: str) -> None:
-        """Start bringing a unit's tensors back."""
+        """Start to bring a unit's tensors back."""
         fetched = self._fetched[unit] = []
         key = activation_key(unit)
         for stashed in self._stashed.pop(unit):
-            # As it lay when it was stashed: kernels go by strides, and bits by kernels.
+            # With the same strides, because they decide the kernel, and the kernel decides the bits.
             tensor = torch.empty_strided(
                 stashed.shape,
                 stashed.stride,
@@ -179,7 +178,7 @@ class Offload:
             self._demand.add(moves)
 
     def _push(self, unit: str, tensor: torch.Tensor, flat: torch.Tensor, start: int) -> Transfer:
-        """Start moving a tensor home; returns the transfer after which it has left the GPU."""
+        """Start to move a tensor home. Return the transfer after which it has left the GPU."""
         left = self._store.push(activation_key(unit), flat, start)
         stashed = _Stashed(
             shape=tensor.shape,

@@ -1,10 +1,10 @@
 """Keeps the orders of passes that were recorded, their timelines, and how far one pass has come.
 
-A training pass has a course: its forwards and backwards, in order. Which one, only the user's loop knows. So a pass is
-planned for the course that came after the last one before. If it takes another, what is left of it is planned anew, or
-recorded if no pass has taken that course.
+The course of a training pass is the order of its forwards and backwards, which only the user's loop knows in advance.
+So a pass is planned for the course that followed the last one before. If it takes another course, the rest is planned
+anew, or recorded if no pass has taken that course.
 
-Threads: the thread that computes changes all of it. The watchdog looks at how far a pass has come.
+Threads: only the thread that computes changes them. The watchdog reads how far a pass has come.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from megatier.store.transfer import Transfer
 from megatier.tier import Leg
 
 TRAIN = "train"
-"""The pass that has a backward. Every other name is that of an evaluation."""
+"""The name of the pass with a backward. All other names are those of evaluations."""
 COURSES_MAX = 8
-"""Courses of a name that are remembered, those that came last. Loops take few courses by turns: whole groups and a
-shorter last one, steps with a second forward and without. One that was forgotten is recorded again, with the same bits,
-but its loads do not come ahead."""
+"""The most courses of a name that are remembered. Loops use few courses, such as those of whole groups and of a shorter
+last one, or with and without a second forward. A course that was forgotten is recorded again: the bits are the same,
+but loads do not come ahead."""
 ACCESSES_MAX = 1 << 18
-"""Accesses of all courses of a name that are remembered: a text that is generated within a step has a forward for each
-token. An access takes about 250 bytes with its timeline, so these take 64 MiB."""
+"""The most accesses of all remembered courses of a name. Text that is generated within a step has a forward for each
+token. An access takes about 250 bytes with its timeline, so this is 64 MiB."""
 TIMELINES_MAX = 8
-"""Timelines of a course that are remembered, those that were played last. Which units were updated ahead of the norm
-depends on time, so a course may have any number of them. One that was forgotten is built again."""
+"""The most timelines of a course that are remembered. A course may have any number of them, because it depends on time
+which units were updated speculatively. A timeline that was forgotten is built again."""
 
 
 class Pass:
-    """One pass, as far as it has come."""
+    """The progress of one pass."""
 
     def __init__(self, name: str) -> None:
         """Make a pass that has not begun.
@@ -46,31 +46,31 @@ class Pass:
         self.name = name
         """The name: `train`, or that of an evaluation."""
         self.timeline: Timeline | None = None
-        """The timeline that is being played; None while the order is recorded."""
+        """The timeline that is played; None while the order is recorded."""
         self.course = ""
         """The legs so far; empty in an evaluation."""
         self.planned = ""
-        """The course that the timeline is for."""
+        """The course for which the timeline was built."""
         self.recorded_from = 0
-        """The first access that no timeline has, while the order is recorded."""
+        """While the order is recorded, the first access that was not in a timeline."""
         self.is_open = False
-        """The pass has begun, and neither ended nor been cancelled."""
+        """Whether the pass has begun, and neither ended nor been cancelled."""
         self.accesses: list[Access] = []
         """The uses of units so far, in order."""
         self.scatters: list[ReduceScatter] = []
-        """The gradients that compute has handed over so far, in order, if ranks scatter them."""
+        """With several ranks, the reduce-scatters so far, in order."""
         self.loads: dict[int, Transfer] = {}
         """The loads that were submitted, by the index of the access that needs them."""
         self.left_out: set[tuple[str, int]] = set()
-        """The units, with their group, that this pass did not use, though its record has them."""
+        """The units, each with a group, that this pass has left out although they were recorded."""
         self.text_groups: frozenset[int] = frozenset()
-        """The groups of which it is known that they have tokens alone, and no pixels."""
+        """The groups that have no pixels."""
         self.absent: frozenset[tuple[str, int]] = frozenset()
-        """The units, with their group, that are not loaded ahead, since groups without pixels left them out before."""
+        """The units, each with a group, that are not loaded, because groups without pixels left them out before."""
         self.used: set[tuple[str, int]] = set()
-        """The units that compute has asked for, with their group."""
+        """The units, each with a group, that compute has asked for."""
         self.sums_ahead: frozenset[int] = frozenset()
-        """The accesses for whose backward the sum of the groups before comes to the GPU ahead."""
+        """The accesses before which a sum of groups comes to the GPU ahead."""
 
     @property
     def trains(self) -> bool:
@@ -79,33 +79,32 @@ class Pass:
 
     @property
     def is_on_course(self) -> bool:
-        """Whether the legs so far are those that were planned. If nothing was planned, any are."""
+        """Whether the legs so far are the planned ones; True if nothing was planned."""
         return self.timeline is None or self.planned.startswith(self.course)
 
     @property
     def updates_ahead(self) -> bool:
-        """Whether accesses that have not come yet are planned with an update of their unit."""
+        """Whether a later access is planned with an update of its unit."""
         if self.timeline is None:
             return False
 
         for item in self.timeline.items:
-            # A streamed unit's update comes with its load, and all others are items of their own.
+            # The update of a streamed unit is part of its load.
             updates = isinstance(item, Update) or (isinstance(item, Load) and item.updates)
             if updates and item.access >= len(self.accesses):
                 return True
         return False
 
     def check_can_replan(self, *, is_alone: bool) -> None:
-        """Refuse to leave the planned course where what is left cannot be planned anew.
+        """Raise if the pass leaves its course and the rest cannot be planned anew.
 
         Args:
-            is_alone: whether no other rank takes part in the pass.
+            is_alone: whether this is a single rank.
 
         Raises:
-            TimelineError: others do, or updates have not all begun.
+            TimelineError: there are other ranks, or updates that have not begun.
         """
-        # Updates that were submitted cannot be taken back. And of several ranks, the others play the timeline that this
-        # one would leave.
+        # Submitted updates cannot be taken back, and other ranks go on with the timeline.
         if not is_alone or self.updates_ahead:
             raise TimelineError(
                 f"this step takes another course ({self.course}) than the one before ({self.planned}). Several ranks "
@@ -114,10 +113,10 @@ class Pass:
             )
 
     def expects(self, access: Access) -> bool:
-        """Return whether an access is the next one of the record. Without a record, any access is.
+        """Return whether an access is the next recorded one; True if nothing was recorded.
 
         Raises:
-            TimelineError: its unit is not loaded, since groups like this one have left it out.
+            TimelineError: its unit is not loaded, because groups like this one have left it out before.
         """
         if self.timeline is not None and (access.unit, access.group) in self.absent:
             raise TimelineError(
@@ -128,10 +127,10 @@ class Pass:
         return self.timeline is None or self.timeline.accesses[done : done + 1] == (access,)
 
     def leave_out(self, access: Access | None, trained: Set[str]) -> list[Access]:
-        """Return the recorded accesses that this pass leaves out before one that comes now.
+        """Return the recorded accesses that this pass leaves out before its next access.
 
         Args:
-            access: the one that comes now; None: the end of the pass.
+            access: the next access; None: the end of the pass.
             trained: the units that have gradients.
 
         Raises:
@@ -139,8 +138,7 @@ class Pass:
         """
         assert self.timeline is not None
 
-        # Loads of what is left out were submitted long ago, so each such access has to come and go for the queues to go
-        # on.
+        # Their loads are on the queue already, so the caller has to use and leave each of these accesses.
         skipped = find_left_out(self.timeline.accesses, self.accesses, access, self.left_out, trained)
         for recorded in skipped:
             self.left_out.add((recorded.unit, recorded.group))
@@ -149,26 +147,25 @@ class Pass:
 
 @dataclass(slots=True)
 class _Course:
-    """The memory of one course of a pass."""
+    """A remembered course."""
 
     accesses: tuple[Access, ...]
-    """Its order."""
+    """The accesses in order."""
     scatters: tuple[ReduceScatter, ...]
-    """The gradients that it hands over, in order, if ranks scatter them."""
+    """With several ranks, the reduce-scatters in order."""
     timelines: dict[tuple[Set[str], Set[str], Set[tuple[str, int]]], Timeline] = field(default_factory=dict)
-    """Its timelines so far, the last one last, by the units that they update, those whose state is ahead, and those
+    """Its timelines, the last played one last, by the units that they update, those whose state is ahead, and those
     that they leave out of a group."""
 
 
 class Orders:
-    """The order of each pass, recorded the first time, and the timelines that follow from it.
+    """The recorded orders of passes, and the timelines that are built from them.
 
-    Only the last courses of a name are remembered, so that a loop whose every step takes another course takes no more
-    and more memory.
+    Only the last courses of a name are remembered, so that memory stays bounded if every step takes another course.
     """
 
     def __init__(self, placement: Placement, layers: Container[str] = ()) -> None:
-        """Begin with no order recorded.
+        """Begin without orders.
 
         Args:
             placement: the units' homes and slots.
@@ -177,30 +174,28 @@ class Orders:
         self._placement = placement
         self._layers = layers
         self._for_pixels: set[str] = set()
-        """The units that groups without pixels have left out. Layers are not among them: one that is dropped at random
-        says nothing of the next group."""
+        """The units that groups without pixels have left out, except layers, which may have been dropped at random."""
         self._courses: dict[str, dict[str, _Course]] = {}
-        """The courses of each name that are remembered, the last one last."""
+        """The remembered courses of each name, the last one last."""
         self._followed: dict[tuple[str, str], str] = {}
-        """The course that came after each course the last time, by name and course."""
+        """By name and course, the course that followed it the last time."""
 
     def record(self, played: Pass) -> None:
-        """Remember the order of a pass, unless it is known, and that its course came now."""
+        """Remember the order of a pass, if it is new, and that its course was the last one."""
         name = played.name
         for unit, group in played.left_out - played.used:
             if group in played.text_groups and unit not in self._layers:
                 self._for_pixels.add(unit)
 
-        # A pass may have left out what its course has at the end, so its own legs can be fewer than those of the course
-        # that it was.
+        # A pass may leave out the end of its course, so its own legs can be fewer than the planned ones.
         course = played.course if played.timeline is None else played.planned
         courses = self._courses.setdefault(name, {})
         if courses:
-            # Loops often take courses by turns, as in an epoch whose last step has fewer groups. So the next one is
-            # guessed by the last one.
+            # Loops often alternate between courses, such as an epoch whose last step has fewer groups. So the next
+            # course is predicted from the last one.
             self._followed[name, self._last(name)] = course
 
-        # Taken out and put back: the last one is last.
+        # Removed and added again, so that the last one is last.
         known = courses.pop(course, None)
         if known is None:
             known = _Course(tuple(played.accesses), tuple(played.scatters))
@@ -208,11 +203,11 @@ class Orders:
         self._forget(name)
 
     def _last(self, name: str) -> str:
-        """Return the last course of the passes of a name that was recorded."""
+        """Return the last course of a name."""
         return next(reversed(self._courses[name]))
 
     def _forget(self, name: str) -> None:
-        """Forget the courses of a name that came longest ago, if they are too many or too long. The last one stays."""
+        """Forget the oldest courses of a name, if they are too many or too long. The last one stays."""
         courses = self._courses[name]
         num_accesses = sum(len(course.accesses) for course in courses.values())
         while len(courses) > 1:
@@ -225,18 +220,17 @@ class Orders:
             forgotten = courses.pop(oldest)
             num_accesses -= len(forgotten.accesses)
 
-            # What came after it goes as well, or this table alone would grow without end.
+            # Otherwise this table would grow without bound.
             self._followed.pop((name, oldest), None)
 
     def knows(self, name: str) -> bool:
-        """Return whether the order of a pass was recorded."""
+        """Return whether an order of this name was recorded."""
         return name in self._courses
 
     def expected(self, name: str) -> str:
-        """Return the course that the next pass of this name is expected to take: what came after the last one before.
+        """Return the expected course of the next pass of a name: the one that followed the last course before.
 
-        If none came after it, or that was forgotten, it is the last one again. Nothing is known of a name that was not
-        recorded.
+        If none is known, it is the last course again. It is empty if the name was not recorded.
         """
         if not self.knows(name):
             return ""
@@ -246,28 +240,28 @@ class Orders:
         return followed if is_remembered else last
 
     def lacks(self, name: str, units: Set[str]) -> bool:
-        """Return whether the pass that is expected uses none of some of these units."""
+        """Return whether the expected course lacks any of these units."""
         course = self._courses[name][self.expected(name)]
         return not units <= {access.unit for access in course.accesses}
 
     def absent(self, name: str, text_groups: Collection[int]) -> frozenset[tuple[str, int]]:
-        """Return the units, each with its group, that the pass that is expected will leave out.
+        """Return the units, each with a group, that the next pass is expected to leave out.
 
         Args:
             name: the name of the pass.
             text_groups: its groups without pixels.
         """
-        # Further forwards of a group may see other batches than its first one, of which alone the kind is known.
+        # It is known only of the first forward of a group that it has no pixels.
         has_further = set(self.expected(name)) - {Leg.FORWARD, Leg.BACKWARD}
         if has_further:
             return frozenset()
 
-        # Text alone needs nothing of the units that take pixels.
+        # Groups of text need no unit that groups without pixels have left out.
         left_out = product(self._for_pixels, text_groups)
         return frozenset(left_out)
 
     def forget_absent(self) -> None:
-        """Load every unit for every group again, until groups without pixels leave some of them out once more."""
+        """Load all units for all groups again, until groups without pixels leave some out once more."""
         self._for_pixels.clear()
 
     def timeline(
@@ -277,13 +271,13 @@ class Orders:
         ahead: frozenset[str],
         absent: frozenset[tuple[str, int]] = frozenset(),
     ) -> Timeline | None:
-        """Return the timeline of the next pass, on the course that is expected; None before its order is known.
+        """Return the timeline of the next pass on its expected course; None if no order is known.
 
         Args:
             name: the name of the pass.
-            due: the units that are updated in it.
-            ahead: the streamed units whose state is on the GPU when it begins.
-            absent: the units, each with its group, that it leaves out.
+            due: the units that the pass updates.
+            ahead: the streamed units whose state is on the GPU when the pass begins.
+            absent: the units, each with a group, that the pass leaves out.
         """
         if not self.knows(name):
             return None
@@ -302,7 +296,7 @@ class Orders:
                 trains=name == TRAIN,
             )
 
-        # As with courses: what was played last is last.
+        # As with courses, the last one is last.
         timelines[due, ahead, absent] = timeline
         if len(timelines) > TIMELINES_MAX:
             oldest = next(iter(timelines))
@@ -310,20 +304,20 @@ class Orders:
         return timeline
 
     def replan(self, played: Pass) -> None:
-        """Plan what is left of a pass that has left its course; or let it be recorded, if that course is not known.
+        """Plan the rest of a pass that has left its course, or record it if the new course is not known.
 
-        Its slots are empty, and nothing is updated in what is left.
+        The slots are empty, and the rest has no updates.
         """
         done = len(played.accesses)
 
-        # Of another course it is not known what its groups are.
+        # It is not known which groups of another course have pixels.
         played.absent = frozenset()
 
-        # If no course is found below, the rest is recorded like a first pass, and loads come on demand.
+        # If no course matches below, the rest is recorded like a first pass, with loads on demand.
         played.timeline = None
         played.recorded_from = done
 
-        # A course may begin with the same legs and use other units in them, so the accesses are compared too.
+        # A course with the same legs may use other units, so the accesses are compared too.
         so_far = tuple(played.accesses)
         for legs, course in self._courses[played.name].items():
             if legs.startswith(played.course) and course.accesses[:done] == so_far:

@@ -1,33 +1,31 @@
-"""Plays the timeline of each pass over the store's queues, and records what happened.
+"""The player: it plays the timeline of each pass on the queues, and records what happened.
 
-`UnitWeights` gives weights to compute, and loads them ahead of it. `UnitGradients` takes gradients from compute. They
-belong to `Updates` from then on, which has queues of its own. The player begins and ends passes, and says what all of
-them do.
+The engine begins and ends passes. `UnitWeights` loads weights ahead of compute and lends them to it. `UnitGradients`
+takes gradients from compute, and hands them to `Updates`, which has queues of its own.
 
-Why nothing deadlocks. Number the accesses of a pass, and look at what each thread waits for. `Timeline` promises four
-rules of the order of its items, and each queue does its items in that order.
+Nothing deadlocks. To see this, number the accesses of a pass, and look at what each thread waits for. The order of a
+timeline's items keeps four rules (`Timeline`), and each queue does its items in that order.
 
-1. Before a pass begins, nobody waits at the gate: each access of the last pass waited for its load and its unit's
-   update, and a pass that did not come to its end is cancelled first. So the gate may be reset.
-2. Without a recorded order every update that is due is finished first. From then on an access loads by itself; it waits
-   for slots and queues alone.
-3. With one, everything is handed to the queues before the first access, or before the first one that is planned anew
-   (`UnitWeights.begin_leg`). So access k can only wait for work that some queue has already.
-4. Access k waits for what serves it, or an earlier access. By rules 1 and 2, all that stands before that waits for
-   accesses before k, too. So the earliest access that waits always gets what it waits for. By rule 3 an exchange holds
-   up no access. Updates also wait for gradients of the last step, which are made, and for readers on the queue
-   `checkpoint`, which waits for drives alone.
-5. Slots close no circle. GPU slots for weights: a load evicts the unit that the timeline names, after that unit's
-   access. RAM slots: they are leased while bytes move or AdamW runs, and bytes that were merely read ahead give way.
-   GPU slots for gradients: they are free as soon as the copy to RAM is submitted, and a RAM slot for that copy waits
-   for update queues alone, which in the backward wait for no access any more.
-6. Ranks: by rule 4 all of them take part in the same loads and scatters, one after the other. Number these: the one
-   with the least number that is not over waits for compute alone, on each rank, and compute waits for none that comes
-   later.
-7. What breaks the order off (`cancel`, `close`) abandons the gate, so that no load waits for ever.
+1. When a pass begins, no thread waits at the gate, because each access of the pass before has waited for its load and
+   its unit's update, and a pass that did not end is cancelled. So the gate may be reset.
+2. If no order is recorded, all due updates are finished first. Then each access loads its own weights, and waits only
+   for slots and queues.
+3. If an order is recorded, all items are handed to the queues before the first access, or before the first access that
+   is planned anew (`UnitWeights.begin_leg`). So access k only waits for work that a queue already has.
+4. Access k waits for the items that serve it or an earlier access. By rules 1 and 2 all items before these wait only
+   for accesses before k. So the earliest waiting access always gets what it waits for. By rule 3 no access waits for an
+   exchange. Updates also wait for gradients of the last step, which are there, and for readers on the queue
+   `checkpoint`, which waits only for drives.
+5. Slots cause no cycle. For weights on the GPU, a load evicts the unit that the timeline names, after that unit's
+   access. RAM slots are leased only while bytes move or AdamW runs, and bytes that were read ahead give way. For
+   gradients on the GPU, a slot is free when the copy to RAM is submitted. A RAM slot for that copy waits only for
+   update queues, which wait for no access during the backward.
+6. By rule 4 all ranks take part in the same collectives in the same order. On each rank the first one that is not over
+   waits only for compute, and compute waits for no later one.
+7. `cancel` and `close` abandon the gate, so that no load waits for ever.
 
-Threads: the training thread begins and ends passes. In a backward, autograd's thread calls `UnitWeights` and
-`UnitGradients`, while the training thread waits. The watchdog looks at any time.
+Threads: the training thread begins and ends passes. In a backward autograd's thread calls `UnitWeights` and
+`UnitGradients`, while the training thread waits. The watchdog may read the state at any time.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ from megatier.trace.recorder import Recorder
 
 
 class Player:
-    """Plays timelines. There is one for each run; `close` stops its queues."""
+    """The player of a run. `close` stops its queues."""
 
     def __init__(
         self,
@@ -77,37 +75,37 @@ class Player:
         """Register all blocks and slots with the store, which must be fresh, and start the queues.
 
         Args:
-            store: holds all blocks of the run. If something breaks off a change of state, the state is torn: `begin`
-                and `drain` refuse it until `reset`.
+            store: holds all blocks of the run. If a change of state is interrupted, the state is torn, and `begin` and
+                `drain` refuse it until `reset`.
             units: the sizes of every unit.
             placement: the units' homes and slots.
             policy: the groups of a step, and whether updates wait for the norm.
             optimizer: does the arithmetic of updates.
-            ranks: the ranks that share the state, of which the store holds this one's shards; None: all is here.
+            ranks: the ranks that share the state, so that the store holds only this rank's shards; None: a single rank.
         """
         by_name = {spec.name: spec for spec in units}
         self._store = store
         self._placement = placement
         self._orders = Orders(placement, {spec.name for spec in units if spec.is_layer})
         self._pass = Pass("")
-        """The present pass, or the last one."""
+        """The current pass, or the last one."""
         self._updates_due: frozenset[str] = frozenset()
-        """The last step's updates wait for a pass, or for `drain`, to submit them."""
+        """The units whose updates of the last step the next pass, or `drain`, will submit."""
         self._moves = Moves(by_name, placement, policy)
         self._demand = Demand()
 
         self.gate = Gate()
-        """Counts the accesses of this pass that are over."""
+        """The number of accesses of this pass that are over."""
         self.recorder = Recorder(store.clock)
-        """Collects the events of the trace, and knows what each queue is at."""
+        """The events of the trace, and what each queue is doing."""
         self.blocks = UnitBlocks(store, by_name, placement, policy)
-        """The names of the units' blocks, and leases on them."""
+        """The keys of the units' blocks, and leases on them."""
         self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self._demand)
         """The queues that update."""
         self._own_gradients = UnitGradients(self.blocks, self.updates, self._moves, self._demand, self.recorder)
-        """Takes the gradients of what this rank has."""
+        """Takes the gradients of this rank's own state."""
         self._collectives: Collectives | None = None
-        """Gathers weights and scatters gradients, if there are other ranks."""
+        """The all-gathers of weights and reduce-scatters of gradients; None for a single rank."""
         if ranks is not None:
             self._collectives = Collectives(
                 ranks, self.blocks, optimizer, self._own_gradients, self.gate, self.recorder
@@ -127,13 +125,13 @@ class Player:
             demand=self._demand,
             collectives=self._collectives,
         )
-        """Gives weights to compute, and takes activations."""
+        """Lends weights to compute, and takes activations from it."""
         self.reader = StateReader(self.blocks.generations, self.recorder)
         """The queue that reads state for checkpoints."""
 
     @property
     def timeline(self) -> Timeline | None:
-        """The timeline of the present pass, or of the last one; None if the pass is recorded."""
+        """The timeline of the current pass, or of the last one; None while the pass is recorded."""
         return self._pass.timeline
 
     @property
@@ -143,7 +141,7 @@ class Player:
 
     @property
     def queues(self) -> tuple[Queue, ...]:
-        """Every queue that works for the run: the store's, and those of the player and its updates."""
+        """All queues of the run: those of the store, of the player and of its updates."""
         return (*self._store.queues, *self._own_queues, self.reader.queue)
 
     @property
@@ -154,43 +152,43 @@ class Player:
 
     @property
     def busy(self) -> Mapping[str, str]:
-        """Per queue, the queue or wait that it is at."""
+        """For each queue, the queue or wait that it is busy with."""
         return self.recorder.busy
 
     @property
     def demanded(self) -> Counter[str]:
-        """Bytes per queue that the placement demanded of the passes and updates so far."""
+        """Bytes that passes and updates so far had to move by the placement, by queue."""
         return self._demand.moved
 
     def take_events(self) -> list[TraceEvent]:
-        """Return the events that ended since the last call. Moves in flight are not waited for: some outlast a step."""
+        """Return the events that have ended since the last call. Moves under way come later."""
         return self.recorder.take(self._store.take_log())
 
     def own_seconds(self) -> float:
         """Return the seconds since the last `take_events` in which this rank computed or waited for its own queues.
 
-        Call it when the device is idle.
+        Call it only when the device is idle.
         """
         return self.recorder.own_seconds()
 
     def waiting(self, cause: str) -> AbstractContextManager[object]:
-        """Note a wait of the thread that computes for what is no queue of this player, such as other ranks."""
+        """Note that compute waits for something other than a queue of this player, such as other ranks."""
         return self.recorder.waiting(cause)
 
     # ------------------------------------------------------------------ passes
 
     def begin(self, name: str, text_groups: Collection[int] = ()) -> None:
-        """Start a pass, `train` or one of evaluations: play its timeline, or record its order the first time.
+        """Begin a pass: play its timeline, or record its order the first time.
 
         Args:
-            name: the name of the pass.
-            text_groups: the groups of which it is known that they have no pixels. What such groups have left out before
-                is not loaded for them.
+            name: `train`, or the name of an evaluation.
+            text_groups: the groups that have no pixels. Units that such groups have left out before are not loaded for
+                them.
 
         Raises:
-            TornStateError: something was interrupted while state was changed.
+            TornStateError: a change of state was interrupted before.
         """
-        # The order of these steps is that of the proof at the head of this file: first its point 1.
+        # These steps follow the proof at the head of this file, from its point 1.
         self._leave_open_pass()
         self._pass = Pass(name)
         self.weights.begin(self._pass)
@@ -204,11 +202,11 @@ class Player:
             with self.recorder.waiting(self.updates.wait_cause):
                 self.drain()
 
-        # What was updated ahead of the norm, and confirmed, is not updated again.
+        # Units whose speculative update was confirmed are not updated again.
         due = self._updates_due - self.updates.speculation.updated
         absent: frozenset[tuple[str, int]] = frozenset()
 
-        # Several ranks gather the weights together, and what one leaves out another may use.
+        # With several ranks, another rank may use a unit that this one leaves out.
         if self._collectives is None and self._orders.knows(name):
             self._pass.text_groups = frozenset(text_groups)
             absent = self._pass.absent = self._orders.absent(name, text_groups)
@@ -216,14 +214,14 @@ class Player:
         self._pass.timeline = timeline
         self._pass.planned = self._orders.expected(name)
 
-        # If ranks scatter gradients, the queue that does so asks for the sums.
+        # With several ranks the queue `ranks` asks for the sums.
         if timeline is not None and self._pass.trains and self._collectives is None:
             self._pass.sums_ahead = self._moves.sums_ahead(timeline)
 
-        # Before anything is submitted: an interrupt from here on is followed by `cancel`.
+        # An interrupt from here on is followed by `cancel`.
         self._pass.is_open = True
 
-        # An interrupt in here leaves some of the updates submitted and others not, and nothing says which.
+        # After an interrupt in here nobody would know which updates were submitted.
         with self._store.consistency.change:
             if self._pass.trains:
                 self._own_gradients.begin()
@@ -234,7 +232,7 @@ class Player:
             self._updates_due = frozenset()
 
     def _submit(self, items: Iterable[Item]) -> None:
-        """Hand everything that is planned to its queue, which begins at once, and count what it moves."""
+        """Hand each item to its queue, which may begin at once, and count the bytes that it moves."""
         gradients = compute_point(self._store.clock, "gradients")
         for item in items:
             self._demand.add(self._moves.of(item))
@@ -242,34 +240,33 @@ class Player:
                 case Update():
                     self.updates.submit(item, gradients)
                 case Load():
-                    # A load looks for its unit's update as soon as its queue comes to it. The timeline has the update
-                    # before it, else the load would bring weights that are about to change.
+                    # A load waits for its unit's update, which the timeline has before it.
                     load = self.weights.submit(item)
                     if item.updates:
                         update = Update(unit=item.unit)
                         self.updates.submit(update, gradients, load)
-                    self.weights.gather(item, load)
+                    self.weights.submit_all_gather(item, load)
                 case ReduceScatter():
-                    assert self._collectives is not None, "one rank alone scatters nothing"
+                    assert self._collectives is not None, "a single rank has no reduce-scatters"
                     self._collectives.submit(item)
                 case Exchange():
                     self.updates.submit_exchange(item)
 
     def end(self) -> None:
-        """End a pass: its order is known from now on, and no weights stay in GPU slots.
+        """End a pass. Its order is known from now on, and its weights leave the GPU slots.
 
         Raises:
-            TimelineError: units were used in a forward, and not in the backward that the recorded order has.
+            TimelineError: the backward has left out units that the forward used and the recorded backward has.
         """
         if self._pass.timeline is not None:
-            # What the end of the pass leaves out still has loads on the queue.
+            # Accesses that the end of the pass leaves out still have loads on the queue.
             try:
                 self.weights.pass_over(None)
             except TimelineError:
                 self.cancel()
                 raise
         else:
-            # A pass that was recorded is counted as what it was.
+            # A recorded pass had no plan, so its moves are counted afterwards.
             recorded = self._pass.accesses[self._pass.recorded_from :]
             for access in recorded:
                 loaded = self._moves.load(access.unit)
@@ -278,7 +275,7 @@ class Player:
                 scattered = self._moves.reduce_scatter(scatter)
                 self._demand.add(scattered)
 
-        # The queue `ranks` makes gradients final, so it has to be through with this pass.
+        # The queue `ranks` completes gradients, so it has to finish this pass.
         if self._collectives is not None:
             self._collectives.wait()
             if self._pass.trains:
@@ -289,25 +286,24 @@ class Player:
         self._pass.is_open = False
 
     def cancel(self) -> None:
-        """Leave a pass half-way: loads that wait for compute are given up, updates that are due still run."""
+        """Leave a pass before its end. Loads that wait for compute are given up, and due updates still run."""
         self.gate.abandon()
         self._orders.forget_absent()
         if self._collectives is not None:
             self._collectives.abandon()
 
-        # The waits below might never end then; `reset` does without them.
+        # With torn state the waits below might never end. `reset` does not need them.
         if self._store.consistency.is_torn:
             return
 
-        # Leases of a forward or backward that failed go back before anything is waited for: a queue may need their
-        # slot.
+        # Release the leases of the failed forward or backward first, because a queue may wait for their slots.
         self.weights.release_all()
         self.grad_sink.release_all()
         if self._collectives is not None:
             self._collectives.wait_for_end()
             self._own_gradients.release_all()
 
-        # An attempt that is void ends sooner, and nothing that was submitted may outlast the pass.
+        # Work of the pass must not outlast it. Speculative updates that are void end sooner.
         self.updates.speculation.abandon()
         for transfer in self._pass.loads.values():
             transfer.wait_for_end()
@@ -422,7 +418,7 @@ class Player:
             ordered = [unit for unit in self.blocks.units if unit in due]
             items = drain_items(ordered, self._placement, self.updates.ahead)
 
-            # As in `begin`: some of the updates are no whole step.
+            # As in `begin`, nobody would know which updates were submitted.
             with self._store.consistency.change:
                 self._submit(items)
                 self._updates_due = frozenset()
@@ -430,15 +426,14 @@ class Player:
 
     def drain_gradients(self) -> None:
         """Wait until every gradient of the step is summed and measured (and, in the immediate mode, applied)."""
-        # While the device is still at work, so that recording costs no time of its own.
+        # The device is still busy, so recording costs no time.
         self.recorder.collect(self._store.take_log())
         self.updates.wait()
 
     def close(self) -> None:
-        """Abandon what waits for compute, or has not begun, and stop the queues. `drain` first to finish a step."""
-        # Each close joins a thread, which first ends what was submitted. What waits at the gate for compute, which
-        # comes no more, is woken before that. Whatever else is waited for comes to its end. The reader gives up first:
-        # updates wait for it.
+        """Abandon work that waits for compute or has not begun, and stop the queues. `drain` first to finish a step."""
+        # Closing a queue joins its thread, which first does its submitted work. Work at the gate would wait for ever,
+        # so it is woken before. The reader closes first, because updates wait for it.
         self.gate.abandon()
         if self._collectives is not None:
             self._collectives.abandon()

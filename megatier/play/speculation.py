@@ -1,18 +1,18 @@
-"""Updates inside the backward, as if nothing had to be clipped.
+"""Speculative updates: they run during the backward, before it is known whether gradients are clipped.
 
-With clipping, updates wait for the norm, and drives and the CPU would be idle through the backward. So units that
-spill, and units in RAM, may have a spare generation of state. As soon as such a unit's gradient is final, its queue
-(`update_nvme` or `update`) reads the generation that holds, updates it with a clip coefficient of 1 and writes the
-spare one. When the norm is known and nothing is clipped, the update is confirmed: the spare generation holds from then
-on. Else it is void: the next pass updates the unit like all others, from the old generation, with its gradient, which
-still waits. The bits are the same either way. A wrong guess costs bytes.
+Updates that are clipped wait for the norm, so drives and the CPU would be idle during the backward. So units that
+spill, and units in RAM, may have a spare generation of state. When such a unit's gradient is final, its queue
+(`update_nvme` or `update`) reads the valid generation, updates it with a clip coefficient of 1, and writes the spare
+one. If the norm then needs no clipping, the update is confirmed, and the spare generation becomes the valid one.
+Otherwise the update is void: the next pass updates the unit from the old generation, with its gradient, which is still
+there. The bits are the same in both cases, but a void update has moved bytes in vain.
 
-Why a void attempt does no harm: it reads the generation that holds, which no other update touches before the queue is
-through with this one, and it writes a generation that nobody reads. If the queue is at a chunk when the attempt becomes
-void, it finishes that chunk. The unit's next update comes behind it in the same queue.
+A void update does no harm. It reads the valid generation, which no other update changes before the queue has finished
+this one, and it writes a generation that nobody reads. If the queue is at a chunk when the update becomes void, it
+finishes that chunk. The unit's next update comes later in the same queue.
 
-Threads: `begin`, `submit`, `decide` and `abandon` come from the thread that computes (autograd's, in a backward). The
-side of the queues runs on their threads. Chunks that are read ahead are known to `update_nvme` alone.
+Threads: the thread that computes calls `begin`, `submit`, `decide` and `abandon`; in a backward that is autograd's. The
+queues run the updates on their threads. Only `update_nvme` knows the chunks that are read ahead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatier.tier import round_up
 from megatier.trace.recorder import Recorder
 
 HISTORY = 8
-"""Steps that are looked back on: if more than half of them were clipped, or left out, nobody speculates."""
+"""The number of last steps that decide: if more than half of them were clipped or left out, no unit speculates."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,25 +46,25 @@ class Attempt:
     """The speculative updates of one pass."""
 
     apply: Apply
-    """AdamW as it is if nothing is clipped."""
+    """AdamW without clipping."""
     units: dict[str, Generation] = field(default_factory=dict)
-    """The units that are updated, and the generation into which each goes."""
+    """The generation that each updated unit is written to."""
     is_void: bool = False
-    """None of it counts, and chunks that have not begun are left out."""
+    """Whether the updates do not count. Chunks that have not begun are skipped."""
     moved_bytes: int = 0
     """The bytes that it has read and written so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeChunk(UpdateChunk):
-    """A chunk of a speculative update, which goes from the generation that holds into a spare one."""
+    """A chunk of a speculative update, from the valid generation into a spare one."""
 
     attempt: Attempt
-    """The pass's attempt that it belongs to."""
+    """The attempt of its pass."""
 
 
 class Speculation:
-    """The speculative updates of a run, on the queues of all other updates on the CPU."""
+    """The speculative updates of a run, on the queues that do all updates on the CPU."""
 
     def __init__(
         self,
@@ -76,16 +76,16 @@ class Speculation:
         in_ram: Queue,
         on_nvme: Queue,
     ) -> None:
-        """Nothing is tried before `begin`.
+        """Begin without an attempt.
 
         Args:
             blocks: the run's blocks.
             optimizer: does the arithmetic.
-            carrier: takes matrices to where it is done.
-            recorder: notes updates.
-            demand: counts the bytes that move.
-            in_ram: runs those of units in RAM, and all their other updates.
-            on_nvme: runs those of units that spill, and all their other updates.
+            carrier: carries matrices to the device that updates them.
+            recorder: records updates.
+            demand: adds up the bytes that move.
+            in_ram: the queue of all updates of units in RAM.
+            on_nvme: the queue of all updates of units that spill.
         """
         self._blocks = blocks
         self._optimizer = optimizer
@@ -98,41 +98,41 @@ class Speculation:
         self._units = frozenset(blocks.placement.speculative)
 
         self.updated: frozenset[str] = frozenset()
-        """The units whose last update is done, or on its way, because it was confirmed."""
+        """The units whose last update was confirmed."""
         self.outcome: Literal["confirmed", "void"] | None = None
-        """The outcome of the last step that was decided; None if nothing was tried in it."""
+        """The outcome of the last step; None if it had no attempt."""
         self.outcomes: Counter[str] = Counter()
         """The number of steps with each outcome."""
         self.void_bytes = 0
-        """The bytes that were read and written in vain so far."""
+        """The bytes that void updates have read and written so far."""
         self._lock = threading.Lock()
-        """Guards `moved_bytes` of the attempt and `void_bytes`: the queue counts, and `abandon` adds up."""
+        """Guards `void_bytes` and the attempt's `moved_bytes`, which the queue and `abandon` change."""
 
         self._clipped: deque[bool] = deque(maxlen=HISTORY)
         """Whether each of the last steps was clipped, or left out."""
         self._is_closed = False
         self._attempt: Attempt | None = None
         self._transfers: dict[str, Transfer] = {}
-        """Each unit's last speculative update, until another update or sum takes its place."""
+        """Each unit's last speculative update, until another update or sum replaces it."""
         self._planned: deque[SpeculativeChunk] = deque()
-        """Chunks that were not asked for yet, in the order of the queue. The thread that submits appends; the queue
-        alone takes out."""
+        """Chunks that are not being read yet, in the order of the queue. The thread that submits appends, and only the
+        queue removes."""
         self._asked: deque[SpeculativeChunk] = deque()
-        """Chunks that were asked for, before those planned; known to the queue alone."""
+        """Chunks that are read or being read, before the planned ones. Only the queue uses it."""
 
     # ------------------------------------------------------------------ the player's side
 
     def begin(self) -> None:
-        """Decide, when a training pass begins, whether it speculates. What the last one updated is forgotten."""
+        """Begin a training pass, and decide whether it speculates."""
         self.abandon()
         self.updated = frozenset()
 
-        # Until steps have been decided, nothing speaks against it.
+        # A run begins with speculation.
         num_clipped = sum(self._clipped)
         is_promising = 2 * num_clipped <= len(self._clipped)
         if self._units and is_promising:
-            # Taken now, since it has the scalars of the step that begins. Deferred updates of the last step run with
-            # others meanwhile.
+            # Taken now, because it has the scalars of this step, while deferred updates of the last step still run
+            # with theirs.
             unclipped = self._optimizer.unclipped()
             apply = self._carrier.in_ram(unclipped)
             self._attempt = Attempt(apply=apply)
@@ -142,18 +142,17 @@ class Speculation:
 
         Args:
             unit: the name of the unit.
-            requires: what makes its gradient, or adds it up.
+            requires: the transfers that make or sum its gradient.
         """
         attempt = self._attempt
 
-        # Units whose state is at home elsewhere have one generation, which nothing may overwrite before the norm is
-        # known.
+        # All other units have one generation, which must not be overwritten before the norm is known.
         if attempt is None or unit not in self._units:
             return
         generations = self._blocks.generations
         new = generations.spare(unit)
 
-        # A savepoint may keep a generation, and then none may be spare.
+        # If a savepoint keeps a generation, there may be no spare one.
         if new is None:
             return
 
@@ -271,21 +270,21 @@ class Speculation:
             self._next()
 
     def _read_ahead(self) -> None:
-        """Ask for the next chunks, also those of units that come later, but not for those that are void."""
+        """Start to read the next chunks, even those of later units, but not those that are void."""
         self._recorder.busy["update_nvme"] = "nvme_to_ram"
         while self._planned and len(self._asked) < CHUNK_DEPTH:
             chunk = self._planned[0]
             if chunk.attempt.is_void:
                 return
 
-            # Noted before it is read: if reading fails half-way, `_next` drops what it brought.
+            # Moved before it is read. If reading fails, `_next` frees its slots.
             self._planned.popleft()
             self._asked.append(chunk)
             size = self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)
             self._count(chunk.attempt, from_nvme(size))
 
     def _update_chunk(self, chunk: SpeculativeChunk) -> None:
-        """Run AdamW on one chunk, and start its way to the new generation."""
+        """Update one chunk, and start to write it to the new generation."""
         unit = chunk.unit
         attempt = chunk.attempt
         blocks = self._blocks
@@ -293,14 +292,14 @@ class Speculation:
 
         for move in matrix_moves(blocks.units[unit]):
             self._count(attempt, move)
-        # What the new generation has in RAM is written where it lies, so nothing of it moves.
+        # Kinds at home in RAM are written in place, so only those on NVMe move.
         for kind in blocks.spilled(unit):
             start, stop = blocks.span(unit, kind, chunk.elements)
             num_bytes = round_up(stop) - start
             self._count(attempt, to_nvme(num_bytes))
 
     def _next(self) -> None:
-        """Take the first chunk out. If it was read in vain, its slots are free again."""
+        """Remove the first chunk, and free its slots if it was read in vain."""
         if not self._asked:
             self._planned.popleft()
             return
@@ -309,11 +308,11 @@ class Speculation:
         self._blocks.drop_read(chunk.unit, chunk.elements, chunk.old)
 
     def _count(self, attempt: Attempt, move: Move) -> None:
-        """Count the bytes of a move. They are in vain if the attempt is void."""
+        """Count the bytes of a move, also as void bytes if the attempt is void."""
         self._demand.add([move])
         with self._lock:
             attempt.moved_bytes += move.num_bytes
 
-            # `abandon` has counted what was moved before the attempt became void.
+            # `abandon` has counted the bytes before the attempt became void.
             if attempt.is_void:
                 self.void_bytes += move.num_bytes

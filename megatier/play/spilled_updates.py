@@ -1,12 +1,12 @@
-"""Updates units that spill: AdamW on the CPU, chunk by chunk, on the queue `update_nvme`.
+"""The updates of units that spill: AdamW on the CPU, chunk by chunk, on the queue `update_nvme`.
 
-A chunk is read from NVMe into RAM slots, updated there, and written back. The queue reads a few chunks ahead, also
-those of units that come later, so that the drive has no pause between units.
+A chunk is read from NVMe into RAM slots, updated there, and written back. The queue reads a few chunks ahead, even
+those of later units, so that drives are never idle between units.
 
-If a unit's weights come from NVMe and its update is due, the update feeds the load: state is read once, and the new
-weights go from the RAM slot to the GPU on their way home.
+If a unit has a due update and its weights come from NVMe, the update feeds the load. State is then read once, and the
+new weights go to the GPU from the RAM slots while they are also written home.
 
-Threads: the thread that computes submits (autograd's, in a backward). All else runs on the queue's thread.
+Threads: the thread that computes submits; in a backward that is autograd's. All else runs on the queue's thread.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from megatier.tier import Kind, Tier
 from megatier.trace.recorder import Recorder
 
 CHUNK_DEPTH = UPDATE_DEPTH - 1
-"""Update chunks that arrive or are worked on; one more leaves."""
+"""Update chunks that arrive or are being updated. One more is leaving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateChunk:
-    """A run of a unit's state, to be read in one generation and written in another, or in place."""
+    """A run of a unit's state for an update, from one generation into another or in place."""
 
     unit: str
     """The name of the unit."""
     elements: Elements
     """The run of elements."""
     old: Generation
-    """The generation that is read, which holds until this update."""
+    """The generation that is read, which is valid until this update."""
     new: Generation
-    """The generation that is written; the same one, for an update in place."""
+    """The generation that is written. For an update in place it is the same one."""
 
 
 def update_chunk(blocks: UnitBlocks, recorder: Recorder, apply: Apply, chunk: UpdateChunk, *, feeds: bool) -> None:
-    """Update a chunk and start its way home, on the unit's own queue.
+    """Update a chunk and start to write it home. This runs on the unit's update queue.
 
     Args:
         blocks: the run's blocks.
-        recorder: notes the update.
+        recorder: records the update.
         apply: AdamW.
         chunk: the run of elements, and its generations.
-        feeds: take its new weights to the unit's GPU slot as well.
+        feeds: whether the new weights also go to the unit's GPU slot.
     """
     with (
         blocks.grads.open(chunk.unit, chunk.elements) as grad,
@@ -73,7 +73,7 @@ def update_chunk(blocks: UnitBlocks, recorder: Recorder, apply: Apply, chunk: Up
 
         state.write_back()
 
-        # While the slot in RAM is leased: once it is left to the drive, the weights would be read from there.
+        # The weights go to the GPU while the RAM slot is leased. Later they would have to be read from the drive.
         if feeds:
             key = blocks.key(chunk.unit, Kind.WEIGHT, chunk.new)
             span = blocks.span(chunk.unit, Kind.WEIGHT, chunk.elements)
@@ -81,7 +81,7 @@ def update_chunk(blocks: UnitBlocks, recorder: Recorder, apply: Apply, chunk: Up
 
 
 class SpilledUpdates:
-    """The updates of a run's units that spill, but for those that are speculative."""
+    """The updates of units that spill, except speculative ones."""
 
     def __init__(
         self,
@@ -93,16 +93,16 @@ class SpilledUpdates:
         queue: Queue,
         check: Callable[[str], None],
     ) -> None:
-        """Nothing is submitted yet.
+        """Begin without updates.
 
         Args:
             blocks: the run's blocks.
             optimizer: does the arithmetic.
-            carrier: takes matrices to where it is done.
-            gate: counts the accesses of the pass that are over; a fed load waits for its slot there.
-            recorder: notes updates.
-            queue: `update_nvme`, which does the speculative updates as well.
-            check: called before a unit is updated; it raises if that must not be.
+            carrier: carries matrices to the device that updates them.
+            gate: counts the accesses of the pass that are over. A fed load waits there for its slot.
+            recorder: records updates.
+            queue: `update_nvme`, which does speculative updates too.
+            check: called before a unit is updated. It raises if the unit must not be.
         """
         self._blocks = blocks
         self._optimizer = optimizer
@@ -112,9 +112,8 @@ class SpilledUpdates:
         self._queue = queue
         self._check = check
         self._ahead: deque[UpdateChunk] = deque()
-        """Chunks that are due, in the order of the queue. The thread that submits appends; the queue alone takes out.
-        An item that never begins, because its sum failed, leaves its chunks here. But then every step fails, until
-        `forget`."""
+        """Due chunks, in the order of the queue. The thread that submits appends, and only the queue removes. If a sum
+        fails, its update never begins and its chunks stay here, but then every step fails until `forget`."""
 
     def submit(
         self,
@@ -131,8 +130,8 @@ class SpilledUpdates:
             update: the unit, and the load to feed.
             old: the generation that is read.
             new: the generation that is written.
-            requires: what makes its gradient, or adds it up.
-            follows: what still uses the generation that is written.
+            requires: the transfers that make or sum its gradient.
+            follows: the transfers that still use the generation that is written.
         """
         unit = update.unit
         chunks = []
@@ -140,26 +139,25 @@ class SpilledUpdates:
             chunk = UpdateChunk(unit=unit, elements=elements, old=old, new=new)
             chunks.append(chunk)
 
-        # The chunks come before the update: when the queue comes to the update, all of them are there to take.
+        # The chunks are appended first, because the queue may begin the update at once.
         self._ahead.extend(chunks)
         work = partial(self._update, update, chunks)
         return self._queue.submit(unit, 0, work, requires, follows)
 
     def forget(self) -> None:
-        """Forget every update: all have ended."""
+        """Forget all updates, which have ended."""
         self._ahead.clear()
 
     # ------------------------------------------------------------------ the queue's side
 
     def _update(self, update: Update, chunks: Sequence[UpdateChunk]) -> None:
-        """Run AdamW on a unit: read ahead, update, feed the load, write back."""
+        """Update a unit: read ahead, run AdamW, feed the load, write back."""
         unit = update.unit
         try:
-            # Before anything moves: an update that is refused must not have read or written.
+            # An update that is refused must not read or write anything.
             self._check(unit)
 
-            # Room on the GPU comes first. It waits for accesses, so for loads, which pass through RAM slots: none of
-            # these may be leased here meanwhile.
+            # This waits for accesses, and so for loads through RAM slots. So it comes before any RAM slot is leased.
             feeds = update.load is not None and self._may_feed(update.load)
             apply = self._carrier.in_ram(self._optimizer.apply)
             for chunk in chunks:
@@ -171,13 +169,13 @@ class SpilledUpdates:
             if feeds:
                 self._blocks.prefetch_frozen(unit)
         finally:
-            # If it failed half-way, the next unit must not take these chunks for its own.
+            # After an error the next unit must not find chunks of this one.
             while self._ahead and self._ahead[0].unit == unit:
                 self._ahead.popleft()
             self._blocks.grads.free(unit)
 
     def _may_feed(self, load: Load) -> bool:
-        """Wait for room for the weights on the GPU. Return False if the step that wanted them was given up."""
+        """Wait for the load's GPU slot. Return False if the step was given up."""
         self._recorder.busy["update_nvme"] = "slot"
         try:
             self._blocks.make_room(load, self._gate)
@@ -186,8 +184,8 @@ class SpilledUpdates:
         return True
 
     def _read_ahead(self) -> None:
-        """Ask for the next chunks, also those of units that come later. What was asked for does not move again."""
-        # The thread that submits appends to the list meanwhile, so it is copied in one step of the interpreter.
+        """Start to read the next chunks, even those of later units. A chunk is read once."""
+        # The thread that submits may append meanwhile, but copying the list is atomic.
         ahead = list(self._ahead)
         for chunk in ahead[:CHUNK_DEPTH]:
             self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)

@@ -1,4 +1,4 @@
-"""Reads state for checkpoints while passes go on, on the queue `checkpoint`."""
+"""The reader of state for checkpoints, which works beside passes on the queue `checkpoint`."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from megatier.trace.recorder import Recorder
 
 
 class StateReader:
-    """Reads state where that is at home, on a queue of its own.
+    """The queue `checkpoint`, which reads state from its homes.
 
-    It waits for drives and copies alone, never for an access. So updates may wait for it.
+    It waits only for drives and copies, and never for an access. So updates may wait for it.
     """
 
     def __init__(self, generations: Generations, recorder: Recorder) -> None:
         """Start the queue.
 
         Args:
-            generations: remembers who reads which.
-            recorder: notes the queue's work.
+            generations: notes which generation is being read.
+            recorder: records the queue's work.
         """
         self._generations = generations
         self._recorder = recorder
         self.queue = Queue("checkpoint")
-        """The queue."""
+        """The queue `checkpoint`."""
         self.is_closed = False
-        """The run ends: work that has not begun shall not begin, and long work shall stop half-way."""
+        """Whether the run is closing, so that work must not begin, or must stop soon."""
 
     def submit(
         self, name: str, work: Callable[[], None], before: Transfer | None = None, unit: str | None = None
     ) -> Transfer:
-        """Work on the queue. Call `Player.drain` first.
+        """Append work to the queue. Call `Player.drain` first.
 
         Args:
-            name: names the work in the trace.
-            work: reads state, and gives up soon when `is_closed`.
-            before: work of this queue; if it failed, this one fails with the same error, undone.
-            unit: the unit that it reads, if it reads one; no update changes that unit's state before the work is over.
+            name: the name of the work in the trace.
+            work: reads state, and stops soon when `is_closed`.
+            before: earlier work of this queue. If it failed, this work fails with the same error and does not begin.
+            unit: the unit that the work reads; None: none. No update changes its state before the work is over.
         """
         requires = [] if before is None else [before]
         transfer = self.queue.submit(name, 0, work, requires)
         self._recorder.watch(transfer)
 
-        # No update was submitted since `drain`, so the generation that holds is still the one that the work reads.
+        # No update was submitted since `drain`, so the work reads the valid generation.
         if unit is not None:
             self._generations.hold(unit, transfer)
         return transfer
 
     def close(self) -> None:
-        """Stop the queue, when the work that it is at has given up."""
-        # Before the join: it is what the work looks at.
+        """Stop the queue, after its current work has given up."""
+        # The current work looks at this.
         self.is_closed = True
         self.queue.close()

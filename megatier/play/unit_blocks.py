@@ -1,11 +1,10 @@
-"""Names the blocks of a run in the store, and leases runs of a unit's state where AdamW works on them.
+"""The blocks of a run's units in the store: their keys, and leases of runs of state for updates.
 
-A unit has one block per kind of state, and one for its activation if that is offloaded; `grad_blocks` has the blocks of
-gradients. A unit that is frozen has weights alone. Frozen elements of other units follow the trained ones in the block
-of the weights, and no update touches them. A unit that spills may have several blocks per kind of state, one for each
-of its `generations`.
+A unit has a block for each kind of state, and one for its activation if that is offloaded; `grad_blocks` has those of
+gradients. A frozen unit has only weights. If a unit is partly frozen, its frozen elements follow the trained ones in
+the block of weights. A unit that spills may have several blocks of each kind, one for each of its `generations`.
 
-Threads: the queues that update lease and read ahead.
+Threads: the update queues lease and read ahead.
 """
 
 from __future__ import annotations
@@ -45,24 +44,24 @@ class StateRun:
     planes: Mapping[Kind, torch.Tensor]
     """The plane of each kind, as uint8."""
     spans: Mapping[Kind, tuple[int, int]]
-    """The bytes of each block that its plane is."""
+    """The bytes of each block that the plane covers."""
     before: Mapping[Kind, torch.Tensor] = field(default_factory=dict)
-    """Planes of the generation that held, if that is another one: an update reads these and writes `planes`."""
+    """Planes of the old generation, if it is another one. An update reads these and writes `planes`."""
 
     def write_back(self) -> None:
-        """Say that every plane was changed, and start its way home. Of a streamed unit the weights alone go home.
+        """Mark every plane as changed, and start to write it home. Of a streamed unit only the weights go home.
 
-        Frozen weights that lie in the user's own files are at home there: only their checksums are taken.
+        Frozen weights in the user's own files are at home there, so only their checksums are computed.
 
-        Call it while the run is leased. A dirty copy may not be evicted before its way home has begun, so one that
-        nobody leases any more could be in the way of others.
+        Call it while the run is leased. A dirty copy cannot be evicted before its write-back begins, so without a lease
+        it could block a slot that others wait for.
         """
         for kind, span in self.spans.items():
             home = self.homes[kind]
             key = self.keys[kind]
             start, stop = span
 
-            # Bytes past the run's own ones lie in the user's files, which no run writes.
+            # Later bytes are in the user's files, which no run writes.
             extent = self.store.extents.get(key)
             if extent is not None and start >= extent.own_bytes:
                 assert self.store.files is not None
@@ -72,8 +71,8 @@ class StateRun:
 
             self.store.mark_dirty(key, self.tier, span)
 
-            # The rest of a streamed unit's state follows later (`UnitBlocks.return_state`): the CPU's updates need all
-            # that memory gives.
+            # The rest of a streamed unit's state follows after the CPU's updates (`UnitBlocks.return_state`), which
+            # need all the bandwidth of RAM.
             is_streamed = home is not self.tier and home is not Tier.NVME
             follows_later = is_streamed and kind is not Kind.WEIGHT
             if home is not self.tier and not follows_later:
@@ -81,7 +80,7 @@ class StateRun:
 
 
 class UnitBlocks:
-    """All blocks of a run's units, registered with a fresh store."""
+    """The blocks of a run's units, registered with a fresh store."""
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
         """Register every block and reserve every slot of the placement."""
@@ -94,33 +93,34 @@ class UnitBlocks:
         self.policy = policy
         """The groups of a step, and whether updates wait for the norm."""
         self.generations = Generations(units, placement)
-        """Says which generation of each unit's state holds."""
+        """The generations of each unit's state."""
         self.grads = GradBlocks(store, units, placement, policy)
         """The blocks of gradients."""
         self._register()
 
     def key(self, unit: str, kind: Kind, generation: Generation | None = None) -> str:
-        """Name of the block of a unit's state of one kind, in the generation that holds unless another one is named."""
+        """Return the key of a unit's block of one kind in a generation; None: in the valid one."""
         return block_key(unit, kind, self.generations.place(unit, kind, generation))
 
     def compute_key(self, unit: str) -> str:
-        """Return the name of the block from which compute reads a unit's weights."""
+        """Return the key of the block from which compute reads a unit's weights."""
         return gathered_key(unit) if self.policy.num_ranks > 1 else self.key(unit, Kind.WEIGHT)
 
     def compute_bytes(self, unit: str) -> int:
-        """Return the bytes of that block: those of the whole unit's weights."""
+        """Return the bytes of that block, which has the unit's whole weights."""
         if self.policy.num_ranks > 1:
             return gathered_bytes(self.units[unit], self.policy)
         return self.whole(unit, Kind.WEIGHT)[1]
 
     def kinds(self, unit: str) -> tuple[Kind, ...]:
-        """Return the kinds of a unit's state: weights alone if it is frozen."""
+        """Return the kinds of a unit's state. A frozen unit has only weights."""
         return self.units[unit].kinds
 
     def chunks(self, unit: str) -> list[Elements]:
-        """Return the runs of trained elements of a unit: AdamW works on one run at a time."""
+        """Return the runs of a unit's trained elements, which AdamW updates one at a time."""
         spec = self.units[unit]
-        # An update needs whole matrices, and a chunk might cut one.
+
+        # An update by matrix needs whole matrices, which a chunk could cut.
         if spec.schema.by_matrix:
             return [(0, spec.num_trained)]
         return self._cut(unit, 0, spec.num_trained)
@@ -130,7 +130,7 @@ class UnitBlocks:
         return self._cut(unit, self.units[unit].num_trained, self.units[unit].num_elements)
 
     def runs(self, unit: str) -> list[tuple[Elements, tuple[Kind, ...]]]:
-        """Return all runs of a unit's elements, in order, each with the kinds of state that it has."""
+        """Return all runs of a unit's elements in order, each with its kinds of state."""
         runs = []
         for elements in self.chunks(unit):
             runs.append((elements, self.kinds(unit)))
@@ -139,8 +139,8 @@ class UnitBlocks:
         return runs
 
     def _cut(self, unit: str, start: int, stop: int) -> list[Elements]:
-        """Cut elements into runs of a chunk each; into a single one, if the unit is updated whole."""
-        # A range takes no step of 0, which a unit without such elements would have.
+        """Cut elements into runs of a chunk, or into a single run if the unit is updated whole."""
+        # A range takes no step of 0, which a unit without such elements would give.
         step = self.placement.chunk_elements if self.is_cut(unit) else max(1, stop - start)
         return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 
@@ -149,17 +149,17 @@ class UnitBlocks:
         return self.span(unit, kind, (0, self.units[unit].elements_of(kind)))
 
     def span(self, unit: str, kind: Kind, elements: Elements) -> tuple[int, int]:
-        """Return the bytes that a run of elements has in a block of one kind."""
+        """Return the bytes of a run of elements in a block of one kind."""
         width = self.units[unit].schema.width(kind)
         return elements[0] * width, elements[1] * width
 
     def gathered_spans(self, unit: str) -> list[tuple[int, int]]:
-        """Return the bytes of a rank's shard of the weights that are gathered at once: trained, then frozen ones."""
+        """Return the spans of a rank's shard of weights that are gathered one by one: trained, then frozen ones."""
         spec = self.units[unit]
         trained = 0, spec.num_trained
         frozen = spec.num_trained, spec.num_elements
 
-        # Each is gathered by itself, since the whole has the trained elements of all ranks before the frozen ones.
+        # The whole weights have the trained elements of all ranks first, and then all frozen ones.
         spans = []
         for elements in (trained, frozen):
             start, stop = self.span(unit, Kind.WEIGHT, elements)
@@ -172,7 +172,7 @@ class UnitBlocks:
         return [kind for kind in self.kinds(unit) if self.placement.homes[unit, kind] is Tier.NVME]
 
     def is_cut(self, unit: str) -> bool:
-        """Return whether a unit's update reads from NVMe, so that it works chunk by chunk."""
+        """Return whether a unit's update reads from NVMe, and so works chunk by chunk."""
         return bool(self.spilled(unit)) or self.placement.grad_homes.get(unit) is Tier.NVME
 
     @contextlib.contextmanager
@@ -186,15 +186,15 @@ class UnitBlocks:
         streamed: bool = False,
         generation: Generation | None = None,
     ) -> Iterator[StateRun]:
-        """Lease a run of a unit's state: on the GPU if at home there, else in RAM.
+        """Lease a run of a unit's state: on the GPU if it is at home there, otherwise in RAM.
 
         Args:
-            unit: its name.
-            elements: one of `chunks(unit)`; of weights also of `frozen_chunks(unit)`.
-            kinds: the planes that are wanted.
-            fresh: planes of which every byte will be overwritten, so that nothing is read.
-            streamed: bring it to the GPU in any case, where it stays until `return_state`.
-            generation: which generation; None: the one that holds.
+            unit: the name of the unit.
+            elements: one of `chunks(unit)`, or for weights also one of `frozen_chunks(unit)`.
+            kinds: the kinds of state to lease.
+            fresh: kinds of which every byte will be overwritten, so that they are not read.
+            streamed: whether to bring it to the GPU in any case, where it stays until `return_state`.
+            generation: the generation; None: the valid one.
         """
         is_on_gpu = streamed or self.placement.homes[unit, Kind.WEIGHT] is Tier.GPU
         tier = Tier.GPU if is_on_gpu else Tier.RAM
@@ -209,8 +209,8 @@ class UnitBlocks:
         store = self.store
         consistency = store.consistency
 
-        # An interrupt between a lease and its entry on the stack leaves one that nobody gives back: the region notes
-        # it. One that comes while the caller works finds all leases on the stack, so it tears nothing.
+        # An interrupt between a lease and its entry on the stack would leave a lease that nobody releases, which the
+        # region notes. While the caller works, all leases are on the stack, and an interrupt does no harm.
         with consistency.call, contextlib.ExitStack() as stack:
             planes = {}
             for kind in kinds:
@@ -227,15 +227,15 @@ class UnitBlocks:
                     spans=spans,
                 )
 
-        # After the leases, which forbid it. A copy that is being written stays until it is home.
+        # Leases forbid eviction, so it comes after them. A copy that is being written stays until it is home.
         for kind in kinds:
             if homes[kind] is Tier.NVME:
                 store.evict(keys[kind], Tier.RAM, spans[kind])
 
     @contextlib.contextmanager
     def open_update(self, unit: str, elements: Elements, old: Generation, new: Generation) -> Iterator[StateRun]:
-        """Lease a run of a unit's state to update it from one generation into another, or in place."""
-        # Kinds whose place is the same in both generations are updated in place.
+        """Lease a run of a unit's state for an update from one generation into another, or in place."""
+        # Kinds with the same place in both generations are updated in place.
         kinds = self.kinds(unit)
         moved = []
         for kind in kinds:
@@ -249,13 +249,13 @@ class UnitBlocks:
             yield replace(state, before=before.planes)
 
     def share_frozen(self, unit: str) -> None:
-        """Copy a unit's frozen elements from the generation that holds to all its others.
+        """Copy a unit's frozen elements from the valid generation to all others, because no update does.
 
-        Call it when they were written to the generation that holds. No update would carry them over.
+        Call it after they were written to the valid generation.
         """
         weight = [Kind.WEIGHT]
         for place in self.generations.places(unit, Kind.WEIGHT):
-            # Wherever the weights lie: the other number is not looked at.
+            # Only one of the two numbers counts, by the home of the weights.
             other = Generation(nvme=place, ram=place)
             if self.key(unit, Kind.WEIGHT, other) == self.key(unit, Kind.WEIGHT):
                 continue
@@ -269,7 +269,7 @@ class UnitBlocks:
                     state.write_back()
 
     def prefetch_frozen(self, unit: str) -> None:
-        """Start bringing a unit's frozen weights to the GPU slot that its update has fed with the trained ones."""
+        """Start to load a unit's frozen weights into the GPU slot that its update has fed with the trained ones."""
         spec = self.units[unit]
         frozen = spec.num_trained, spec.num_elements
         if spec.num_trained < spec.num_elements:
@@ -278,36 +278,35 @@ class UnitBlocks:
             self.store.prefetch(key, Tier.GPU, span, wait=True)
 
     def make_room(self, load: Load, gate: Gate) -> None:
-        """Free a load's GPU slot once the access that it displaces is over.
+        """Wait for the access that a load has to follow, and evict the unit in its GPU slot.
 
         Raises:
             StepAbandonedError: the gate was abandoned.
         """
-        # Once the access before this load is over, nobody leases the weights that it evicts. What compute still reads
-        # is noted in the slot.
+        # After that access nobody leases the weights. If compute on the device still reads them, the slot notes it.
         gate.wait_for(load.after_access + 1)
         if load.evicts is not None:
             self.drop_weights(load.evicts)
 
     def drop_weights(self, unit: str) -> None:
-        """Drop the weights from which compute reads from their GPU slot, if they lie in one."""
+        """Evict a unit's weights from the GPU slot from which compute reads them, if they are in one."""
         if self.policy.num_ranks > 1:
             self.store.evict(gathered_key(unit), Tier.GPU)
         else:
             self.drop_shard(unit)
 
     def drop_shard(self, unit: str) -> None:
-        """Drop what this rank has of a unit's weights (all, if it is alone) from its GPU slot, if they lie in one."""
+        """Evict this rank's own weights of a unit from their GPU slot, if they are in one."""
         if self.placement.homes[unit, Kind.WEIGHT] is not Tier.GPU:
             self.store.evict(self.key(unit, Kind.WEIGHT), Tier.GPU)
 
     def fetch_state(self, unit: str) -> None:
-        """Start bringing a streamed unit's state, but for the weights, to its GPU slots."""
+        """Start to bring a streamed unit's state, except weights, to its GPU slots."""
         for kind in self.units[unit].schema.passing_kinds:
             self.store.prefetch(self.key(unit, kind), Tier.GPU, wait=True)
 
     def return_state(self, unit: str) -> None:
-        """Start writing a streamed unit's state home. Its GPU slots are free when that is over."""
+        """Start to write a streamed unit's state home. Its GPU slots are free when that is over."""
         kinds = self.units[unit].schema.passing_kinds
         for kind in kinds:
             key = self.key(unit, kind)
@@ -317,9 +316,9 @@ class UnitBlocks:
             self.store.evict(key, Tier.GPU)
 
     def read_ahead(self, unit: str, elements: Elements, generation: Generation) -> int:
-        """Start reading what a chunk's update needs from NVMe into RAM slots; returns how many bytes that is.
+        """Start to read what a chunk's update needs from NVMe into RAM slots. Return the number of bytes.
 
-        What is there already, or on its way, is not read again.
+        Bytes that are there, or being read, are not read again.
         """
         num_bytes = 0
         for key, span in self._spilled_spans(unit, elements, generation):
@@ -331,7 +330,7 @@ class UnitBlocks:
         return num_bytes
 
     def drop_read(self, unit: str, elements: Elements, generation: Generation) -> None:
-        """Free the slots of what was read ahead for a chunk."""
+        """Free the slots of bytes that were read ahead for a chunk."""
         for key, span in self._spilled_spans(unit, elements, generation):
             self.store.evict(key, Tier.RAM, span)
 
@@ -351,14 +350,14 @@ class UnitBlocks:
         return spilled
 
     def _register(self) -> None:
-        """Register the blocks of all units, and reserve slots: homes are set aside first, then all slots."""
+        """Register the blocks of all units, and then reserve all slots."""
         for spec in self.units.values():
             unit = spec.name
             for kind in spec.kinds:
                 _, size = self.whole(unit, kind)
                 home = self.placement.homes[unit, kind]
 
-                # A frozen base may lie in files of its own, which this run does not make.
+                # A frozen base may be in files of its own, which the run only reads.
                 elsewhere = block_bytes(spec, kind) - home_bytes(spec, kind, home)
                 for place in self.generations.places(unit, kind):
                     key = block_key(unit, kind, place)
@@ -377,12 +376,12 @@ class UnitBlocks:
         for plan in self.placement.slots:
             self.store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)
 
-        # No slots for any other kind: without these, the store would make slots of the rest of its budget.
+        # Without this the store would make slots of the rest of its budgets.
         for tier in (Tier.GPU, Tier.RAM):
             self.store.reserve(tier, None, PAGE_BYTES, 0)
 
     def _register_shared(self, spec: UnitSpec) -> None:
-        """Register what ranks send each other of a unit. These blocks have no home: their bytes are only in slots."""
+        """Register a unit's blocks for collectives. They have no home, because their bytes are only in slots."""
         unit = spec.name
         weight_bytes = gathered_bytes(spec, self.policy)
         gathered = BlockSpec(gathered_key(unit), weight_bytes, None, Kind.GATHERED)
@@ -390,7 +389,7 @@ class UnitBlocks:
         if not spec.num_trained:
             return
 
-        # Every rank receives a shard from each rank, so both have the bytes of a whole gradient.
+        # A rank receives its shard from every rank, so both blocks are as large as a whole gradient.
         grad_bytes = group_grad_bytes(spec, self.policy)
         made = BlockSpec(group_grad_key(unit), grad_bytes, None, Kind.GROUP_GRAD)
         received = BlockSpec(received_key(unit), grad_bytes, None, Kind.RECEIVED)
@@ -399,25 +398,25 @@ class UnitBlocks:
 
 
 def block_key(unit: str, kind: Kind, place: int = 0) -> str:
-    """Return the name of a unit's block of one kind of state, in one of the unit's places."""
+    """Return the key of a unit's block of one kind of state, in one of the unit's places."""
     return f"{unit}/{kind}" if not place else f"{unit}/{kind}@{place}"
 
 
 def gathered_key(unit: str) -> str:
-    """Return the name of a unit's whole weights, gathered from all ranks."""
+    """Return the key of a unit's whole weights after an all-gather."""
     return f"{unit}/{Kind.GATHERED}"
 
 
 def group_grad_key(unit: str) -> str:
-    """Return the name of a whole unit's gradient of one group, before its shards go to their owners."""
+    """Return the key of a unit's whole gradient of one group, before the reduce-scatter."""
     return f"{unit}/{Kind.GROUP_GRAD}"
 
 
 def received_key(unit: str) -> str:
-    """Return the name of the gradients of a rank's shard of a unit that came from all ranks."""
+    """Return the key of the gradients of a rank's shard that all ranks have sent."""
     return f"{unit}/{Kind.RECEIVED}"
 
 
 def activation_key(unit: str) -> str:
-    """Return the name of a unit's offloaded boundary activation."""
+    """Return the key of a unit's offloaded activation."""
     return f"{unit}/{Kind.ACTIVATION}"

@@ -1,11 +1,11 @@
-"""Brings weights to the GPU, and into compute's hands.
+"""The weights of units as compute uses them: loaded to the GPU ahead of time, lent to compute, and given back.
 
-Compute asks for a unit (`enter`), gets its bytes on the GPU, and gives them back (`leave`). Ahead of it the queue
-`load` brings weights into GPU slots in the timeline's order, each as soon as the access that it displaces is over.
-Without a timeline (the first step, the first evaluation) every load happens on demand and the order is recorded.
+Compute calls `enter` to get a unit's bytes on the GPU, and `leave` to give them back. Ahead of it the queue `load`
+brings weights into GPU slots in the timeline's order, each as soon as the access is over whose weights it evicts. In a
+first step or evaluation there is no timeline, so weights are loaded on demand and the order is recorded.
 
-Threads: the thread that computes calls `enter`, `leave`, `stash` and `fetch` (autograd's, in a backward). Loads run on
-the queue's thread.
+Threads: the thread that computes calls `enter`, `leave`, `stash` and `fetch`; in a backward that is autograd's. Loads
+run on the queue's thread.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ from megatier.trace.recorder import WAIT_SLICE_S, Recorder, main_cause
 
 
 class Use:
-    """A unit's weights in compute's hands, from `enter` to `leave`."""
+    """A use of a unit's weights by compute, from `enter` to `leave`."""
 
     def __init__(self, weights: UnitWeights, access: Access, lease: Lease, asked: Instant, cause: str) -> None:
-        """Note a lease that `UnitWeights.enter` has taken; nobody else makes a use."""
+        """Note a lease. Only `UnitWeights.enter` makes a use."""
         self._weights = weights
         self.access = access
-        """The access of the pass that this is."""
+        """The access of the pass."""
         self.lease = lease
         """The lease that holds the weights."""
         self.asked = asked
-        """When compute asked for them."""
+        """The time at which compute asked for the weights."""
         self.cause = cause
         """The queue that compute waited for longest."""
         self.entered = Instant(weights.clock)
-        """When compute got them."""
+        """The time at which compute got the weights."""
         self.bytes = lease.bytes
         """The weights: uint8 [weight block] on the GPU."""
 
     def leave(self) -> None:
-        """Give the weights back; their slot may be filled again once compute enqueued so far is over."""
+        """Give the weights back. Their slot may be filled again after the compute that is enqueued so far."""
         self._weights.leave(self)
 
 
 class UnitWeights:
-    """The weights of all units, as compute uses them in the present pass."""
+    """The weights of all units in the current pass."""
 
     def __init__(
         self,
@@ -81,15 +81,15 @@ class UnitWeights:
 
         Args:
             blocks: the run's blocks.
-            updates: a unit's weights are used after its update.
-            gradients: sums of groups come to the GPU when the unit's weights do.
-            gate: told of each access that is over.
-            recorder: notes uses.
+            updates: the updates, for which uses of weights wait.
+            gradients: fetches a unit's sum of groups when its backward begins.
+            gate: counts the accesses that are over.
+            recorder: records uses.
             offload: takes activations.
-            orders: plans what is left of a pass that leaves its course.
-            moves: says what a load moves.
-            demand: counts the bytes that move.
-            collectives: gathers weights of which this rank has a shard; None: it is alone, and has all of them.
+            orders: plans the rest of a pass that leaves its course.
+            moves: the bytes that loads move.
+            demand: adds up these bytes.
+            collectives: the collectives between ranks; None: a single rank.
         """
         self._blocks = blocks
         self._store = blocks.store
@@ -105,12 +105,12 @@ class UnitWeights:
         self._demand = demand
         self._collectives = collectives
         self._gathers: deque[Transfer] = deque(maxlen=SLOTS_MIN)
-        """The last gathers that were submitted, as many as there are slots for shards."""
+        """The last all-gathers that were submitted, at most one for each slot of shards."""
         self._pass = Pass("")
         self._held: list[Lease] = []
-        """The leases of weights that compute has in its hands."""
+        """The leases of weights that compute uses now."""
 
-        # The queue decides and waits, and moves nothing itself. So it needs no stream.
+        # The queue moves nothing itself, so it needs no stream.
         self.queue = Queue("load")
         """The queue `load`."""
         recorder.busy["load"] = "ram_to_gpu"
@@ -118,7 +118,7 @@ class UnitWeights:
     # ------------------------------------------------------------------ compute's side
 
     def begin_leg(self, leg: Leg) -> None:
-        """Say that a forward or backward of a training pass follows. On another course its loads are planned anew.
+        """Note that a forward or backward of a training pass begins. If it is not the planned one, plan the rest anew.
 
         Raises:
             TimelineError: see `Pass.check_can_replan`.
@@ -129,7 +129,7 @@ class UnitWeights:
             return
         played.check_can_replan(is_alone=self._collectives is None)
 
-        # An interrupt tears nothing so far: weights in slots are copies.
+        # An interrupt leaves state whole here, because weights in slots are copies.
         with self._recorder.waiting(self._recorder.busy["load"]):
             self._give_up()
         self._orders.replan(played)
@@ -137,20 +137,20 @@ class UnitWeights:
             played.sums_ahead = frozenset()
             return
 
-        # An interrupt in here would leave a load that nobody waits for.
+        # An interrupt in here would leave a load for which nobody waits.
         played.sums_ahead = self._moves.sums_ahead(played.timeline)
         with self._store.consistency.change:
             for load in played.timeline.items:
-                assert isinstance(load, Load), "nothing else is left of a pass of one rank"
+                assert isinstance(load, Load), "the rest of a pass has only loads"
                 self._demand.add(self._moves.of(load))
                 self.submit(load)
 
     def enter(self, unit: str, phase: Phase, group: int) -> Use:
-        """Return the unit's weights on the GPU; waits for them and notes the stall.
+        """Wait for a unit's weights on the GPU, and return them. The wait is noted as a stall.
 
         Raises:
             TimelineError: the order is not the recorded one.
-            TransferError, IntegrityError: the weights could not be brought.
+            TransferError, IntegrityError: the weights could not be loaded.
         """
         self._store.check_process()
         access = Access(unit, phase, group)
@@ -160,7 +160,7 @@ class UnitWeights:
             self.pass_over(access)
         self._pass.used.add((unit, group))
 
-        # Before the wait for the weights, so that the sum comes meanwhile.
+        # The sum comes while compute waits for the weights.
         index = len(self._pass.accesses)
         if index in self._pass.sums_ahead:
             self._gradients.fetch_sum(unit)
@@ -173,28 +173,28 @@ class UnitWeights:
         """See `Use.leave`."""
         left = Instant(self.clock)
 
-        # An interrupt between the two would leave a lease that is given back twice.
+        # An interrupt between the two would let the lease be released twice.
         with self._store.consistency.change:
             use.lease.release()
             self._held.remove(use.lease)
 
         self._recorder.access(use.access, use.cause, use.asked, use.entered, left)
 
-        # The gate opens after the release: a load that it lets through evicts these weights, and a lease forbids that.
+        # The gate opens after the release, because a load behind it evicts these weights.
         num_over = len(self._pass.accesses)
         self._gate.open_to(num_over)
 
-        # Without a timeline nothing is known of the unit's next use, so it makes room for others.
+        # Without a timeline the next use is not known, so the weights make room for others.
         if self._pass.timeline is None:
             self._blocks.drop_weights(use.access.unit)
 
     def stash(self, unit: str, tensor: torch.Tensor) -> None:
-        """Take an activation home; see `Offload.stash`."""
+        """Move an activation home; see `Offload.stash`."""
         with self._recorder.waiting("ram_to_nvme" if self._spills(unit) else "gpu_to_ram"):
             self._offload.stash(unit, tensor)
 
     def stash_beside(self, unit: str, tensor: torch.Tensor) -> bool:
-        """Take another tensor of an activation home; see `Offload.stash_beside`."""
+        """Move another tensor of an activation home; see `Offload.stash_beside`."""
         with self._recorder.waiting("ram_to_nvme" if self._spills(unit) else "gpu_to_ram"):
             return self._offload.stash_beside(unit, tensor)
 
@@ -203,8 +203,8 @@ class UnitWeights:
         with self._recorder.waiting("nvme_to_ram" if self._spills(unit) else "ram_to_gpu"):
             fetched = self._offload.fetch(unit)
 
-        # Weights that come on demand take the same way, in order. If the next activation went first, compute would wait
-        # for that as well, through drives and all. So without a timeline it is asked for when the weights were.
+        # Weights that are loaded on demand use the same queues. If the next activation were asked for before them,
+        # compute would wait for it too. So without a timeline `enter` asks for it, after the weights.
         if self._pass.timeline is not None:
             self._offload.ask_ahead()
         return fetched
@@ -220,7 +220,7 @@ class UnitWeights:
         index = len(self._pass.accesses)
         self._pass.accesses.append(access)
 
-        # An access that an update feeds has no load of its own: its weights are there after the update.
+        # If an update feeds the access, its weights come with the update, and there is no load.
         causes: Counter[str] = Counter()
         update = self._updates.latest(unit)
         load = self._pass.loads.get(index)
@@ -228,12 +228,12 @@ class UnitWeights:
             if transfer is not None:
                 self._wait(transfer, causes)
 
-        # Without a timeline, or if an update could not feed its load, this brings the weights on demand.
+        # Load on demand without a timeline, or if the update could not feed the load.
         key = self._blocks.compute_key(unit)
         for transfer in self._on_demand(unit, key, causes):
             self._wait(transfer, causes)
 
-        # An interrupt between the lease and its entry would leave a lease that nobody gives back.
+        # An interrupt between the two would leave a lease that nobody releases.
         with self._store.consistency.call:
             lease = self._store.lease(key, Tier.GPU)
             self._held.append(lease)
@@ -241,7 +241,7 @@ class UnitWeights:
         return Use(self, access, lease, asked, main_cause(causes))
 
     def _give_up(self) -> None:
-        """Give up the loads of accesses that have not come yet, and empty the slots. Compute holds no weights."""
+        """Give up the loads of later accesses, and empty the slots. Compute must not use any weights."""
         timeline = self._pass.timeline
         assert timeline is not None, "nothing was loaded ahead"
         done = len(self._pass.accesses)
@@ -250,7 +250,7 @@ class UnitWeights:
             if item.access < done:
                 continue
 
-            # A load that began was moved, and counts. If a move failed, the next access raises its error.
+            # A load that has begun counts. If it failed, the next access raises its error.
             transfer = self._pass.loads.pop(item.access, None)
             if transfer is not None and not transfer.wait_for_end():
                 moves = self._moves.of(item)
@@ -261,28 +261,28 @@ class UnitWeights:
         self._gate.open_to(done)
 
     def _on_demand(self, unit: str, key: str, causes: Counter[str]) -> list[Transfer]:
-        """Start bringing a unit's weights, unless a load did; returns what brings them."""
+        """Start to load a unit's weights, unless a load has. Return the transfers to wait for."""
         if self._collectives is not None:
             if self._pass.timeline is not None:
                 return []
-            return [self._collectives.gather(unit)]
+            return [self._collectives.all_gather(unit)]
 
         began = time.monotonic()
         with HOST_WAIT:
             transfers = self._store.prefetch(key, Tier.GPU, wait=True)
 
-        # Slots may have to become free first. A vote stands for a slice of time.
+        # Slots may have to become free first. Causes are counted in slices of time.
         waited_s = time.monotonic() - began
         if waited_s >= WAIT_SLICE_S:
             causes["slot"] += int(waited_s / WAIT_SLICE_S)
         return transfers
 
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
-        """Order compute behind a transfer, and count per time slice which queue it waited for."""
+        """Order compute behind a transfer, and count the queue for which it waits in each slice of time."""
         with HOST_WAIT:
             self._recorder.wait_until_started(transfer, causes)
 
-            # With CUDA its copy may still run. Compute is enqueued behind it, and the host goes on.
+            # With CUDA the copy may still run. Compute is enqueued behind it, and the host goes on.
             if not transfer.done():
                 causes[transfer.queue] += 1
             transfer.wait_on_stream()
@@ -290,15 +290,15 @@ class UnitWeights:
     # ------------------------------------------------------------------ the player's side
 
     def begin(self, played: Pass) -> None:
-        """Begin a pass, in which nothing was used yet."""
+        """Begin a pass."""
         self._pass = played
         self._offload.forget()
         self._gathers.clear()
 
     def submit(self, load: Load) -> Transfer:
-        """Append a load of the present pass to the queue; returns what brings all that this rank has of the weights.
+        """Append a load to the queue. Return the transfer that brings this rank's own weights.
 
-        `gather` follows, once the update of a streamed unit was submitted.
+        `submit_all_gather` follows, after the update of a streamed unit.
         """
         if self._collectives is None:
             work = partial(self._load, load)
@@ -306,23 +306,23 @@ class UnitWeights:
             self._pass.loads[load.access] = transfer
             return transfer
 
-        # A shard needs a slot. That of the gather before the last one is free when that is over.
+        # The shard gets the slot of an earlier all-gather, so it waits until that is over.
         all_slots_taken = len(self._gathers) == SLOTS_MIN
         before = [self._gathers[0]] if all_slots_taken else []
         work = partial(self._bring, load.unit)
         return self.queue.submit(load.unit, 0, work, follows=before)
 
-    def gather(self, load: Load, own: Transfer) -> None:
-        """Append the gather of a load to the queue `ranks`, if ranks share the state.
+    def submit_all_gather(self, load: Load, own: Transfer) -> None:
+        """Append the all-gather of a load to the queue `ranks`, if ranks share the state.
 
         Args:
             load: the load.
-            own: what `submit` returned: it brings this rank's shard.
+            own: the result of `submit`, which brings this rank's shard.
         """
         if self._collectives is None:
             return
 
-        # A streamed unit is updated where its shard came to. Any other one is updated before that.
+        # A streamed unit is updated in the slot of its shard, and any other unit before its load.
         shard_ready = [own]
         update = self._updates.latest(load.unit) if load.updates else None
         if update is not None:
@@ -333,13 +333,12 @@ class UnitWeights:
         self._pass.loads[load.access] = transfer
 
     def pass_over(self, access: Access | None) -> None:
-        """Use and leave the accesses that this pass leaves out.
+        """Take and release the weights of the accesses that this pass leaves out.
 
-        They have loads and updates like any other, unless it was known that they would be left out. Later loads wait
-        until they are over.
+        Such accesses have loads and updates, unless the plan knew of them, and later loads wait until they are over.
 
         Args:
-            access: the access before which it leaves them out; None: the end of the pass.
+            access: the next access that the pass has; None: the end of the pass.
 
         Raises:
             TimelineError: the order is not the recorded one.
@@ -353,26 +352,26 @@ class UnitWeights:
                 continue
             self._take_use(recorded).leave()
 
-            # Before the next one: its gather may come after the scatter of what this one leaves out.
+            # The next all-gather may come after the reduce-scatter of this unit.
             if self._collectives is not None:
                 self._collectives.pass_over()
 
     def sit_out(self, group: int) -> None:
-        """Use and leave every access that is left, up to the end of a group, and hand over zeros for its gradients.
+        """Take and release the weights of all accesses up to the end of a group, with zeros as gradients.
 
-        Compute has given up half-way. Other ranks go on, and take this one's shards and its part of each scatter.
+        Compute has given up, but the other ranks go on. They need this rank's shards, and its part of each collective.
 
         Args:
             group: the last group that is left out.
         """
         timeline = self._pass.timeline
         collectives = self._collectives
-        assert timeline is not None, "nothing is known of what is left"
-        assert collectives is not None, "a rank that is alone cancels the pass"
+        assert timeline is not None, "the rest of the pass is not known"
+        assert collectives is not None, "a single rank cancels the pass"
         for access in timeline.accesses:
             self._pass.left_out.add((access.unit, access.group))
 
-        # The access that failed was never left.
+        # The access that failed has not opened the gate.
         done = len(self._pass.accesses)
         self._gate.open_to(done)
         collectives.pass_over()
@@ -383,7 +382,7 @@ class UnitWeights:
             collectives.pass_over()
 
     def release_all(self) -> None:
-        """Give back the weights of a forward or backward that was left half-way."""
+        """Release the weights of a forward or backward that failed."""
         while self._held:
             with self._store.consistency.change:
                 self._held.pop().release()
@@ -402,14 +401,14 @@ class UnitWeights:
     # ------------------------------------------------------------------ the queue's side
 
     def _load(self, load: Load) -> None:
-        """Start bringing weights into a GPU slot, on the queue `load`."""
+        """Start to load weights into a GPU slot, on the queue `load`."""
         self._recorder.busy["load"] = "slot"
         self._blocks.make_room(load, self._gate)
         self._bring(load.unit)
 
     def _bring(self, unit: str) -> None:
-        """Start bringing what this rank has of a unit's weights to a slot, once the unit is updated."""
-        # A streamed unit is updated in its slot, so there the update comes behind the load.
+        """Start to load this rank's own weights of a unit, after the unit's update."""
+        # A streamed unit is updated in its slot, after the load.
         busy = self._recorder.busy
         is_streamed = unit in self._blocks.placement.streamed
         update = None if is_streamed else self._updates.latest(unit)

@@ -1,4 +1,4 @@
-"""An update on the CPU that native threads are at, and the leases that it holds until it is over."""
+"""An update in RAM that native threads are running, with the leases that it holds until it is over."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from megatier.store.transfer import FAILURES
 
 
 class UpdateUnderWay:
-    """AdamW under way on a unit in RAM. Its leases end when somebody has waited for it.
+    """A running update of a unit in RAM. The first thread that waits for it releases its leases.
 
-    The queue `update` goes on to the next unit meanwhile, so that the native threads never run dry.
+    The queue `update` goes on to the next unit meanwhile, so that the native threads are always busy.
     """
 
     def __init__(self, work: Work, leases: contextlib.ExitStack, consistency: Consistency) -> None:
         """Take over the work and its leases.
 
         Args:
-            work: what the native threads do.
-            leases: marks the state dirty and gives back what the work holds, when it is closed.
-            consistency: the store's.
+            work: the work of the native threads.
+            leases: a stack that marks the state dirty and releases the leases when it is closed.
+            consistency: that of the store.
         """
         self._work = work
         self._leases = leases
         self._consistency = consistency
         self._lock = threading.Lock()
         self._error: Exception | None = None
-        """The error of ending the leases, for everyone who waits."""
+        """The error of closing the leases, for all threads that wait."""
 
     def wait(self) -> None:
-        """Block until it is done. Any thread may call it, any number of times."""
+        """Block until the update is done. Any thread may call it, any number of times."""
         self._work.wait()
 
-        # The thread that waits first marks the state dirty and ends the leases, perhaps the training thread, which an
-        # interrupt may stop half-way. All others wait at the lock until that is done, and get the same error.
+        # The first thread closes the leases, and all others wait at the lock and get the same error. It may be the
+        # training thread, which an interrupt can stop, so this is a region.
         with self._lock:
             try:
                 with self._consistency.call:
