@@ -71,7 +71,7 @@ class CapacityError(MegatierError):
 
 
 class PageLockError(CapacityError):
-    """The CUDA driver page-locks no more RAM."""
+    """The CUDA driver pins no more RAM."""
 
 
 class GpuMemoryError(MegatierError, MemoryError):

@@ -1,4 +1,4 @@
-"""Page-locked memory, which the GPU reads and writes by itself."""
+"""Pinned memory, which the GPU reads and writes by itself."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from megatier.errors import MegatierError
 from megatier.tier import cut_at_addresses
 
 LOCKED_BYTES = 64 << 30
-"""The most bytes that are page-locked by one call: the driver refuses 512 GiB and more, whatever is free."""
+"""The most bytes that are pinned by one call: the driver refuses 512 GiB and more, whatever is free."""
 
 LOCK_STEP_BYTES = 32 << 20
-"""The bytes that are page-locked by one call if the driver does not take a whole memory. Copies end where addresses are
+"""The bytes that are pinned by one call if the driver does not take a whole memory. Copies end where addresses are
 multiples of it."""
 SPARE_PIECES = 2
-"""Pieces that are given back once the driver has refused one: torch page-locks a few bytes too, for inputs."""
+"""Pieces that are given back once the driver has refused one: torch pins a few bytes too, for inputs."""
 
 REMEDY = "Raise the limit: `ulimit -l unlimited`, `docker run --ulimit memlock=-1`, or more memory in .wslconfig."
-"""The remedy if the driver page-locks little."""
+"""The remedy if the driver pins little."""
 
 
 class PageLock:
-    """Memory that is page-locked in pieces, until `close`. No copy between RAM and the GPU may cross their ends."""
+    """Memory that is pinned in pieces, until `close`. No copy between RAM and the GPU may cross their ends."""
 
     def __init__(self, address: int, pieces: Iterable[tuple[int, int]]) -> None:
-        """Page-lock the pieces [start, stop), counted from an address. After an error none stays locked.
+        """Pin the pieces [start, stop), counted from an address. After an error none stays locked.
 
         Raises:
             MegatierError: CUDA refused.
@@ -41,14 +41,14 @@ class PageLock:
             undone.pop_all()
 
     def add_end(self, address: int, num_bytes: int) -> int:
-        """Page-lock as much of the end of a memory as the driver takes, by pieces of LOCK_STEP_BYTES.
+        """Pin as much of the end of a memory as the driver takes, by pieces of LOCK_STEP_BYTES.
 
         Args:
             address: of the memory.
             num_bytes: its size, in whole pages.
 
         Returns:
-            The offset from which on it is page-locked: 0 if the driver takes all, its size if nothing.
+            The offset from which on it is pinned: 0 if the driver takes all, its size if nothing.
         """
         added: list[int] = []
 
@@ -70,7 +70,7 @@ class PageLock:
         return start
 
     def _add(self, first: int, num_bytes: int) -> None:
-        """Page-lock one piece.
+        """Pin one piece.
 
         Raises:
             MegatierError: CUDA refused.

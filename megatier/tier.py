@@ -97,7 +97,7 @@ QUEUES = ("nvme_to_ram", "nvme_to_gpu", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme
 COPY_QUEUES = ("ram_to_gpu", "gpu_to_ram", "state_to_gpu", "state_to_ram")
 """The queues that copy between RAM and the GPU."""
 RING_BYTES = 192 << 20
-"""The page-locked pieces of all of them, through which bytes of RAM pass that is not page-locked."""
+"""The pinned pieces of all of them, through which bytes of RAM pass that is not pinned."""
 
 
 class Transport(StrEnum):

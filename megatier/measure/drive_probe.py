@@ -162,7 +162,7 @@ def probe_drive(
         sustained_bytes: the bytes of a long write that comes first, and leaves the write cache full; 0: there is none.
         threads: the threads of AdamW on the CPU during the mixed flow.
         options: how block files are accessed.
-        pin: page-lock the slots, as on a machine with a GPU.
+        pin: pin the slots, as on a machine with a GPU.
 
     Raises:
         ConfigError, CapacityError: the mount cannot be used; see `check_mount`.

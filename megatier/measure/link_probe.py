@@ -99,9 +99,9 @@ class LinkFigures:
     flops_per_s: float
     """The FLOP/s that a layer's forward and backward reach."""
     rings: CopyFigures | None = None
-    """Copies from and to RAM that is not page-locked, through rings, of the first GPU; None: not measured."""
+    """Copies from and to RAM that is not pinned, through rings, of the first GPU; None: not measured."""
     locked_bytes: int | None = None
-    """RAM that can be page-locked; None: no limit was found."""
+    """RAM that can be pinned; None: no limit was found."""
     fp8_matmul_flops_per_s: float | None = None
     """The FLOP/s of one large product in FP8; None: the GPU has none, or this is a CPU."""
     fp8_flops_per_s: float | None = None
@@ -140,8 +140,8 @@ def probe_links(
         device: "cuda" or "cpu".
         threads: the numbers of threads to run AdamW on the CPU with.
         seconds: the time of each measurement.
-        locked_bytes: RAM that can be page-locked; None: no limit was found.
-        copy_bytes: the bytes on each side for each direction. They are fewer if RAM, or what can be page-locked, is
+        locked_bytes: RAM that can be pinned; None: no limit was found.
+        copy_bytes: the bytes on each side for each direction. They are fewer if RAM, or what can be pinned, is
             short.
         update_elements: the parameters to update. They are fewer if RAM is short.
         matmul_size: the rows and columns of the product; None: as fits the device.

@@ -72,7 +72,7 @@ class CopyTraffic:
     """Copies in both directions on the queues of the store, between arenas like those of the store."""
 
     def __init__(self, device: torch.device, num_bytes: int, *, through_rings: bool = False) -> None:
-        """Allocate num_bytes on both sides for each direction. Through rings, those in RAM are not page-locked.
+        """Allocate num_bytes on both sides for each direction. Through rings, those in RAM are not pinned.
 
         Raises:
             CapacityError: there is less memory.

@@ -1,4 +1,4 @@
-"""Finds by trying how much RAM the CUDA driver page-locks: no figure of the system tells it."""
+"""Finds by trying how much RAM the CUDA driver pins: no figure of the system tells it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRIAL_PARTS = 4
 
 
 def locked_limit() -> int | None:
-    """Return the bytes of RAM that can be page-locked, without a few that torch needs; None: no limit was met.
+    """Return the bytes of RAM that can be pinned, without a few that torch needs; None: no limit was met.
 
     Raises:
         CapacityError: the system refused the memory for the trial.

@@ -51,7 +51,7 @@ def shares_ram(num_ranks: int, num_host_ranks: int) -> bool:
 
 def shared_buffer_bytes(ram: int) -> int:
     """Return the bytes of a buffer of shared RAM, for a rank with such a part of a host's RAM."""
-    # A power of two, so that no buffer crosses the end of what one call page-locks (`ranks.shared_ram`).
+    # A power of two, so that no buffer crosses the end of what one call pins (`ranks.shared_ram`).
     largest = max(SHARED_BUFFER_BYTES_MIN, min(SHARED_BUFFER_BYTES_MAX, ram // SHARED_BUFFER_SHARE))
     return 1 << largest.bit_length() - 1
 

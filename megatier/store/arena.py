@@ -1,7 +1,7 @@
 """Arenas: the preallocated memory of a tier, and the equal slots that are cut from it.
 
 An arena holds the home copies of a tier's blocks, and the slots through which other blocks pass. It is allocated once,
-as large as planned, with every page touched. It is page-locked if a CUDA device reads it, and it never grows.
+as large as planned, with every page touched. It is pinned if a CUDA device reads it, and it never grows.
 
 Why it makes a mapping of its own: torch's pinned allocator rounds sizes up to powers of two. Ordinary allocations get
 no huge pages, and then a request is cut into more than the 254 segments that the kernel takes at once, which halves the
@@ -100,7 +100,7 @@ class Arena:
         Args:
             num_bytes: the size, which is rounded up to a page.
             device: "cuda" takes device memory in one allocation, "cpu" a private anonymous mapping.
-            pin: page-lock an arena on the CPU for the CUDA driver.
+            pin: pin an arena on the CPU for the CUDA driver.
             allocate: gives device memory; None: torch does.
             finishes: whether to wait for that. Otherwise threads go on with it, until the caller calls `finish`.
 
@@ -127,7 +127,7 @@ class Arena:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until every page was touched, and page-lock the memory if that was asked for. Nobody uses it before.
+        """Wait until every page was touched, and pin the memory if that was asked for. Nobody uses it before.
 
         Raises:
             PageLockError: the driver refused. All pages were touched, and `lock_end` may be tried.
@@ -144,12 +144,12 @@ class Arena:
             raise refused
 
     def lock_end(self, first: int) -> int:
-        """Page-lock the bytes from an offset on, or as much of the end as the driver takes; see `PageLock.add_end`."""
+        """Pin the bytes from an offset on, or as much of the end as the driver takes; see `PageLock.add_end`."""
         self._lock = PageLock(self.address, ())
         return self._lock.add_end(self.address + first, self.num_bytes - first) + first
 
     def _pin(self, touching: Touching) -> PageLockError | None:
-        """Page-lock the memory, in pieces that end at multiples of their size: `TierQueues` relies on that.
+        """Pin the memory, in pieces that end at multiples of their size: `TierQueues` relies on that.
 
         Returns:
             The error, if the driver refused.
@@ -203,7 +203,7 @@ class Arena:
 
     @property
     def pinned(self) -> bool:
-        """Whether memory is page-locked, so that copies from and to a CUDA device run asynchronously."""
+        """Whether memory is pinned, so that copies from and to a CUDA device run asynchronously."""
         return self._lock is not None
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
@@ -214,7 +214,7 @@ class Arena:
     def lend(self) -> None:
         """Give the memory back to the device, or to the system. Its bytes are lost; views have none until it is back.
 
-        Nothing may use it, and it is not page-locked.
+        Nothing may use it, and it is not pinned.
         """
         self._is_lent = True
         if self._mapping is not None:

@@ -1,16 +1,16 @@
-"""Moves bytes into a copy's slot, from the nearest tier that has them.
+"""Fills: moves of bytes into a copy's slot, from the nearest tier that has them.
 
 The tiers are gpu, ram and nvme. Bytes go up one tier at a time: from NVMe into a slot in RAM, and from there into a
 slot on the GPU. With `tiers.gpu_direct` they go from NVMe to the GPU past RAM (`drives.gds`). Bytes at home on the GPU
 may also be brought down to RAM.
 
-A fill only starts its moves. Each of them is a transfer on a queue, and the copy notes it in `Copy.fills`: the bytes
-are valid once it has ended well. A move is given two lists of transfers:
+A fill only starts its moves. Each one is a transfer on a queue, and the copy notes it in `Copy.fills`. The bytes are
+valid when the transfer has succeeded. A move has two lists of transfers:
 
-- `requires`: they bring the bytes that it moves. If one fails, the move fails with the same error and does not begin.
-- `follows`: they still use the slot that it writes to. It begins once they have ended, well or not.
+- `requires`: they bring the bytes that it moves. If one fails, the move does not begin, and fails with the same error.
+- `follows`: they still use the slot that it writes to. It begins when they have ended or failed.
 
-Every method is called with the lock of `Copies` held; `bring` lets go of it while it waits for a slot.
+The caller of each method holds the lock of `Copies`. `bring` releases it while it waits for a slot.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatier.tier import Tier
 
 
 class Fills:
-    """Starts the moves that fill the copies of one store."""
+    """The moves that fill the copies of one store."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Fills:
         files: BlockFiles | None,
         reader: GpuReader | None,
     ) -> None:
-        """Take the copies to fill, and the queues and files. With a reader, bytes go from NVMe to the GPU past RAM."""
+        """Use these copies, queues and files. With a reader, bytes go from NVMe to the GPU past RAM."""
         self._copies = copies
         self._reservation = reservation
         self._queues = queues
@@ -52,23 +52,23 @@ class Fills:
     def bring(self, copy: Copy, span: Span, *, wait: bool) -> None:
         """Start the moves that make a span of a copy valid.
 
-        It lets go of the lock while it waits for slots in RAM, if `wait`.
+        With `wait` it releases the lock while it waits for slots in RAM.
 
         Raises:
             CapacityError: there is no slot in RAM to pass through, and not `wait`.
             BlockNotFoundError: no tier has the bytes.
-            TransferError: the copy is at home, and a write-back to it failed. No other place that lasts has the bytes.
+            TransferError: the copy is at home, and a write-back to it failed, so no other lasting place has the bytes.
         """
-        # A slot whose fill failed is filled again. Bytes that failed to get home may be in no other place, so the error
-        # of their transfer is raised.
+        # A slot whose fill failed is filled again. But if bytes failed to get home, they may be nowhere else, so that
+        # error is raised.
         if copy.slot is None:
             for transfer in copy.arriving(span):
                 if transfer.failed():
                     transfer.wait()
         copy.forget_failures()
 
-        # Passing through RAM may wait for a slot there, without the lock. The lease keeps others from taking the slot
-        # of this copy meanwhile. A failure ends it by `unlease`, which gives back a slot that got no bytes.
+        # This may wait for slots in RAM without the lock, so a lease keeps this copy's own slot. After an error
+        # `unlease` frees the slot if it got no bytes.
         copy.num_leases += 1
         try:
             for part in copy.missing(span):
@@ -84,7 +84,7 @@ class Fills:
         copy.num_leases -= 1
 
     def _read(self, copy: Copy, span: Span) -> None:
-        """Start reading from NVMe into RAM."""
+        """Start to read from NVMe into RAM."""
         files = self._files
         extent = copy.block.extent
         slot = copy.slot
@@ -95,16 +95,15 @@ class Fills:
         start, stop = span
         address = address_of(self._copies.view(copy, span), torch.uint8, stop - start)
 
-        # No write has to come before this read: `place` gives no second slot for bytes that are still being written
-        # (rule 3 of `copies`). The last page of a block is moved whole. A slot has room for it, because its size is in
-        # whole pages.
+        # No write can be under way for these bytes, because `place` gives no second slot for them (rule 3 of `copies`).
+        # The last page of a block is read whole. Slots have whole pages, so it fits.
         end = extent.padded(stop)
         read = partial(files.read, key, extent, start, end, address)
         transfer = self._queues.submit("nvme_to_ram", key, end - start, read, follows=slot.pending)
         assign(copy.fills, span, transfer)
 
     def _fill_ram(self, copy: Copy, span: Span) -> None:
-        """Start copying from the GPU into RAM: from the home there, or from the copy of a scratch block there."""
+        """Start to copy from the GPU into RAM: from the home there, or from a copy of a scratch block there."""
         key = copy.block.spec.key
         assert copy.slot is not None
         try:
@@ -112,7 +111,7 @@ class Fills:
         except BlockNotFoundError:
             raise _no_bytes(key, span) from None
 
-        # Compute that was enqueued by now may still be writing the bytes, so the copy comes after it.
+        # Compute that is enqueued already may still write the bytes, so the copy comes after it.
         requires = [*source.arriving(span), *self._queues.point(key)]
         target = self._copies.view(copy, span)
         brought = self._copies.view(source, span)
@@ -121,13 +120,13 @@ class Fills:
         source.use(transfer)
 
     def _fill_gpu(self, copy: Copy, span: Span, *, wait: bool) -> None:
-        """Start copying from RAM to the GPU. Bytes on NVMe pass through RAM in pieces that fit there, or go past it."""
+        """Start to copy from RAM to the GPU. Bytes on NVMe pass through RAM in pieces that fit there, or go past it."""
         assert copy.slot is not None
         block = copy.block
         key = block.spec.key
         queue = queue_to_gpu(block.spec.kind)
 
-        # Any round may wait for a slot in RAM, without the lock. So each round asks anew whether RAM has its bytes.
+        # Each round may wait for a slot without the lock, so the next one looks anew whether RAM has its bytes.
         for part in self._ram_spans(block, span):
             in_ram = block.on(Tier.RAM)
             passes = not any(other.holds(part) and other.is_usable() for other in in_ram)
@@ -144,14 +143,14 @@ class Fills:
             transfer = self._queues.to_gpu(key, target, brought, requires, follows, queue=queue)
             assign(copy.fills, part, transfer)
 
-            # Bytes that only pass give their slot in RAM back at once, since another piece may need it. The move is
-            # noted in the slot before, so the next move into it waits for this one.
+            # Bytes that only pass free their slot in RAM at once, because another piece may need it. The slot notes the
+            # move, and the next move into it waits for that.
             source.use(transfer)
             if passes:
                 self._copies.evict(source)
 
     def _read_past_ram(self, copy: Copy, span: Span, reader: GpuReader) -> None:
-        """Start reading from NVMe to the GPU past RAM. Bytes that are leaving RAM for NVMe are written first."""
+        """Start to read from NVMe to the GPU past RAM, after bytes that are leaving RAM for NVMe are written."""
         block = copy.block
         key = block.spec.key
         extent = block.extent
@@ -162,8 +161,8 @@ class Fills:
         end = extent.padded(stop)
         target = self._copies.view(copy, (start, end))
 
-        # The extent is stale until the newest bytes are written, so the read fails if such a write does. Older writes
-        # to the extent only have to be over, however they end.
+        # The read fails if a write of the newest bytes fails, because the extent is stale then. Older writes only have
+        # to be over.
         requires: list[Transfer] = []
         follows = [*copy.slot.pending]
         leaving = [other for other in block.on(Tier.RAM) if not other.is_usable()]
@@ -175,16 +174,15 @@ class Fills:
         transfer = self._queues.submit("nvme_to_gpu", key, target.numel(), read, requires, follows)
         assign(copy.fills, span, transfer)
 
-        # Other reads of an extent fill a slot in RAM, which a write of these bytes then waits for. This one has none,
-        # so the block notes it for the next write of the extent.
+        # A write waits for other reads of its extent by their slot in RAM. This read has none, so the block notes it.
         block.reads = [earlier for earlier in block.reads if not earlier.done()]
         block.reads.append(transfer)
 
     def _ram_spans(self, block: Block, span: Span) -> list[Span]:
-        """Cut a span at the copies that lie in RAM now, and the rest of it into pieces that fit into slots there.
+        """Cut a span into the parts that RAM has now, and pieces of the rest that fit into slots there.
 
         Raises:
-            BlockNotFoundError: the block is scratch, and RAM does not have all of these bytes.
+            BlockNotFoundError: the block is scratch, and RAM does not have all bytes.
         """
         first, last = span
         in_ram: list[Span] = []
@@ -201,8 +199,7 @@ class Fills:
         if block.spec.home is None:
             raise _no_bytes(block.spec.key, missing[0])
 
-        # Bytes come from NVMe in whole granules, because a read verifies a checksum for each. A slot smaller than a
-        # granule is refused by `Reservation.pool` when such a span asks for one.
+        # Reads are in whole granules, because each has a checksum. `Reservation.pool` refuses slots that are smaller.
         granule = self._files.options.granule_bytes if self._files is not None else 1
         slot_bytes = self._reservation.slot_bytes(Tier.RAM, block.spec)
         step = max(granule, slot_bytes // granule * granule)
@@ -214,5 +211,5 @@ class Fills:
 
 
 def _no_bytes(key: str, span: Span) -> BlockNotFoundError:
-    """Return the error of a fill of a scratch block whose bytes nobody has written."""
+    """Return the error for a scratch block whose bytes were never written."""
     return BlockNotFoundError(f"block {key} has no bytes {span} anywhere; lease it fresh first.")

@@ -1,7 +1,7 @@
-"""Leases: who may use the bytes of a copy, and for how long.
+"""Leases: the right to use the bytes of a copy.
 
-A reader or writer of a block's bytes holds a lease of them. While a copy is leased nobody evicts it and nobody takes
-its slot. A lease is counted under the store's lock, and then waits without it until the bytes are there.
+Whoever reads or writes a block's bytes holds a lease of them. A leased copy is not evicted, and keeps its slot. A lease
+is counted under the store's lock, and then waits without the lock until the bytes are there.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatier.tier import Tier
 
 
 class Lease:
-    """The right to use a resident copy until exit."""
+    """The right to use bytes of a copy, until the `with` block ends or `release`."""
 
     def __init__(self, leases: Leases, copy: Copy, span: Span) -> None:
-        """Take a copy for which `Leases.take` has counted this lease. Nobody else makes one."""
+        """Lease a copy. Only `Leases.take`, which has counted the lease, makes one."""
         self._leases = leases
         self._copy = copy
         self._is_held = True
         self._num_resets = leases.num_resets
-        """How often all leases had been forgotten when this one was taken."""
+        """The number of resets before this lease."""
         self.bytes = leases.copies.view(copy, span)
-        """uint8 [stop - start] on the tier's device, valid until exit."""
+        """uint8 [stop - start] on the tier's device, valid until the release."""
 
     def __enter__(self) -> Self:
         return self
@@ -36,26 +36,26 @@ class Lease:
         self.release()
 
     def release(self) -> None:
-        """Give the right back. Compute that is enqueued by now on the current stream still reads valid bytes."""
+        """End the lease. Compute that is enqueued on the current stream by now still reads valid bytes."""
         assert self._is_held, f"{self._copy.block.spec.key} was released twice"
 
-        # A forked child that leaves a lease of its parent has none of it.
+        # A forked child does not own the leases of its parent.
         if not self._leases.copies.owner.is_here:
             return
 
         with self._leases.copies.consistency.change:
             self._is_held = False
 
-            # If the store was reset since, it has forgotten this lease, and the slot may belong to another copy by now.
+            # After a reset of the store the lease is forgotten, and the slot may belong to another copy.
             if self._num_resets == self._leases.num_resets:
                 self._leases.give_back(self._copy)
 
 
 class Leases:
-    """The leases of one store. Its methods take the lock of `Copies` themselves."""
+    """The leases of one store. Its methods acquire the lock of `Copies` themselves."""
 
     def __init__(self, blocks: Blocks, copies: Copies, fills: Fills, queues: TierQueues) -> None:
-        """Take the blocks and copies, and what brings their bytes."""
+        """Use these blocks, copies, fills and queues."""
         self.copies = copies
         """The copies that are leased."""
         self.num_resets = 0
@@ -72,8 +72,8 @@ class Leases:
                 copy = self.copies.copy_for(block, tier, span, wait=wait)
                 copy.is_ahead = False
 
-                # A fresh lease has no move that brings its bytes and would wait for the slot's earlier users. So the
-                # lease waits for them itself. They are asked for before the span counts as valid.
+                # No move fills a fresh lease, so the lease itself waits for the slot's earlier users. They are listed
+                # before the span counts as valid.
                 earlier_users = self.copies.occupants(copy) if fresh else []
                 marks = dict(copy.fills) if fresh else {}
                 if fresh:
@@ -83,13 +83,13 @@ class Leases:
                 copy.num_leases += 1
                 arriving = copy.arriving(span)
 
-            # The wait is long, so it comes without the lock. The lease is counted already: nobody takes the slot.
+            # The wait may be long, so it is without the lock. The lease keeps the slot.
             try:
                 with self.copies.consistency.waiting():
                     for transfer in (*earlier_users, *arriving):
                         transfer.wait_before_use(tier, raises=transfer in arriving)
             except BaseException:
-                # Nothing was overwritten: the bytes are what they were, and not valid if they were not.
+                # Nothing was overwritten, so the bytes are as valid as before.
                 if fresh:
                     with self.copies.lock:
                         restore(copy.fills, span, marks)
@@ -98,14 +98,14 @@ class Leases:
             return Lease(self, copy, span)
 
     def forget(self) -> None:
-        """Let the leases that there are end without effect. The caller holds the lock."""
+        """Let all present leases end without effect. The caller holds the lock."""
         self.num_resets += 1
 
     def give_back(self, copy: Copy) -> None:
         """End a lease.
 
-        On the gpu, compute that is enqueued by now still uses the bytes. So its present point is noted as a user of the
-        copy, and whatever overwrites the bytes comes after that.
+        On the gpu, compute that is enqueued by now still uses the bytes. So the copy notes the present point in
+        compute's stream as a user, and whatever overwrites the bytes comes after it.
         """
         with self.copies.lock, self.copies.consistency.call:
             if copy.tier is Tier.GPU:

@@ -37,7 +37,7 @@ class Loan:
         self._reservation = reservation
         self._queues = queues
         self._ram: Arena | None = None
-        """Room for the state at home on the GPU. It is kept for the next time, since page-locking it takes seconds."""
+        """Room for the state at home on the GPU. It is kept for the next time, since pinning it takes seconds."""
         self._places: dict[str, Place] = {}
         """The blocks whose state is in RAM alone, by key."""
         self.is_lent = False

@@ -34,7 +34,7 @@ class Reservation:
         Args:
             budgets: bytes per tier. Those on NVMe are only counted here; `BlockFiles` reserves them.
             allocate: gives the memory of the gpu tier on a CUDA device; None: torch does.
-            locked_bytes: the most RAM to page-lock; None: as much as the driver takes.
+            locked_bytes: the most RAM to pin; None: as much as the driver takes.
         """
         self._locked_bytes = locked_bytes
         self._budgets = dict(budgets)
@@ -64,7 +64,7 @@ class Reservation:
         if tier is not Tier.RAM:
             return offset
 
-        # In RAM, those that compute waits for lie behind all others, so that they are page-locked before them. How far
+        # In RAM, those that compute waits for lie behind all others, so that they are pinned before them. How far
         # behind is not known yet, so they are counted from their end.
         if spec.kind not in AWAITED:
             return offset - self._awaited_bytes
@@ -113,7 +113,7 @@ class Reservation:
             clock: its clock, if it is a CUDA device.
 
         Returns:
-            What takes bytes between the GPU and RAM that is not page-locked; None: all of RAM is.
+            What takes bytes between the GPU and RAM that is not pinned; None: all of RAM is.
 
         Raises:
             CapacityError: the system has less memory than the budgets say.
@@ -130,7 +130,7 @@ class Reservation:
                 try:
                     arena.finish()
                 except PageLockError:
-                    # No error: bytes of RAM that is not page-locked pass through rings.
+                    # No error: bytes of RAM that is not pinned pass through rings.
                     is_refused = True
 
             ram = self._arenas.get(Tier.RAM)
@@ -142,11 +142,11 @@ class Reservation:
         return staging
 
     def _is_short_of_locks(self, num_bytes: int) -> bool:
-        """Return whether an arena of this size in RAM has more than may be page-locked."""
+        """Return whether an arena of this size in RAM has more than may be pinned."""
         return self._locked_bytes is not None and self._locked_bytes < num_bytes
 
     def _lock_end(self, ram: Arena, staging: Staging) -> None:
-        """Page-lock what the rings leave of the limit: the slots, which lie at the end, and then homes."""
+        """Pin what the rings leave of the limit: the slots, which lie at the end, and then homes."""
         first = 0
         if self._locked_bytes is not None:
             left = max(0, self._locked_bytes - staging.num_bytes)

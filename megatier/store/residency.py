@@ -1,16 +1,15 @@
-"""Tells where the valid bytes of a block are now, and which of them its home does not have yet.
+"""The residency of blocks: where their valid bytes are, and which of these are not at home yet.
 
-A block always lies in its home tier, and may have copies in slots of gpu and ram. `Copy` says which bytes of a block
-one place has and in which state they are; `Block` holds all copies of a block. Bytes are counted in half-open spans of
-the block. A copy keeps two maps of disjoint spans: `fills` holds the bytes that are valid once a transfer has ended,
-and `unwritten` the bytes that are newer than those at home. No two copies of a block in one tier overlap.
+A block always lies in its home tier, and may have copies in slots of gpu and ram. A `Copy` has the bytes in one place
+and their states, and a `Block` has all its copies. A copy keeps two maps of disjoint spans: `fills` has the bytes that
+are valid once a transfer has succeeded, and `unwritten` those that are newer than at home. No two copies of a block in
+one tier overlap.
 
-This file does the bookkeeping alone: it moves nothing, and its callers hold the store's lock. It waits for no transfer
-that has not ended. A transfer may end at any moment, so two looks at the same one may differ: a method asks once and
-goes by that answer, and a later question finds what has changed since.
+This file only keeps the books: it moves nothing, and callers hold the store's lock. It never waits for a transfer that
+is under way. Because a transfer may end at any moment, a method asks each one once and relies on that answer.
 
-The table has the states of a copy's bytes. Different spans of one copy may be in different states. Bytes that are
-dirty, being written or not written are valid as well.
+The table has the states of a copy's bytes, which may differ from span to span. Dirty bytes, and those being written or
+not written, are valid too.
 
 state           | the fields that say so            | what it means, and what comes next
 ----------------|-----------------------------------|-----------------------------------------------------------------
@@ -66,7 +65,7 @@ Span = tuple[int, int]
 
 
 def overlap(first: Span, second: Span) -> int:
-    """Count the bytes that two spans share."""
+    """Return the number of bytes that two spans share."""
     return max(0, min(first[1], second[1]) - max(first[0], second[0]))
 
 
@@ -79,7 +78,7 @@ def without(span: Span, others: Iterable[Span]) -> list[Span]:
         if start < first:
             left.append((start, first))
 
-        # Other spans may overlap each other, so an earlier one may reach further than this one.
+        # An earlier one may reach further, because the others may overlap each other.
         start = max(start, stop)
 
     if start < span[1]:
@@ -92,7 +91,7 @@ def cut(marks: dict[Span, Transfer | None], span: Span) -> list[Transfer]:
     removed = []
     overlapping = [other for other in marks if overlap(span, other)]
     for other in overlapping:
-        # What is left on both sides keeps the mark: the same transfer still stands for their bytes.
+        # The rest on both sides keeps the mark, because the transfer covers those bytes too.
         mark = marks.pop(other)
         for end in without(other, [span]):
             marks[end] = mark
@@ -102,13 +101,13 @@ def cut(marks: dict[Span, Transfer | None], span: Span) -> list[Transfer]:
 
 
 def assign(marks: dict[Span, Transfer | None], span: Span, mark: Transfer | None) -> None:
-    """Set the mark of a span, in place of the marks that it has."""
+    """Set the mark of a span, in place of its old marks."""
     cut(marks, span)
     marks[span] = mark
 
 
 def restore(marks: dict[Span, Transfer | None], span: Span, earlier: dict[Span, Transfer | None]) -> None:
-    """Give a span the marks back that it had earlier; the bytes beside it keep those that they have now."""
+    """Restore the earlier marks of a span. Other bytes keep their present marks."""
     cut(marks, span)
     for marked, mark in earlier.items():
         if overlap(marked, span):
@@ -119,30 +118,30 @@ def restore(marks: dict[Span, Transfer | None], span: Span, earlier: dict[Span, 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Copy:
-    """Bytes of a block in gpu or ram, at an offset in the tier's arena. The head of this file has their states."""
+    """Bytes of a block in gpu or ram. The head of this file has a table of their states."""
 
     block: Block
-    """The block that these are bytes of."""
+    """The block."""
     tier: Tier
-    """The tier that they are in: gpu or ram."""
+    """The tier of the copy: gpu or ram."""
     span: Span
     """The bytes of the block that the copy has room for."""
     offset: int
-    """The place of the first of them in the tier's arena."""
+    """The offset of the first byte in the tier's arena."""
     slot: Slot | None = None
-    """The slot that the copy lies in. None: it is the home copy, which is never evicted."""
+    """The slot of the copy; None: it is the home copy, which is never evicted."""
     fills: dict[Span, Transfer | None] = field(default_factory=dict)
-    """Bytes that are valid once this transfer has ended well. None: they are valid now."""
+    """Bytes that are valid once the transfer has succeeded; None: they are valid now."""
     unwritten: dict[Span, Transfer | None] = field(default_factory=dict)
-    """Bytes that home does not have, and the transfer that takes them there. None: no such transfer was started."""
+    """Bytes that home does not have, and the transfer that takes them there; None: no transfer was started."""
     users: list[Transfer] = field(default_factory=list)
     """Other moves and compute that may still touch the bytes."""
     num_leases: int = 0
-    """The number of leases. The store counts one for itself too while it waits with the copy in its hands."""
+    """The number of leases, with one for the store itself while it waits and needs the copy."""
     is_ahead: bool = False
-    """The copy was prefetched and not leased since, so its slot is the last to be taken."""
+    """Whether the copy was prefetched and not leased yet, so that its slot is the last to be taken."""
     is_leaving: bool = False
-    """The copy was evicted, and its slot is free once the bytes are home."""
+    """Whether the copy was evicted, so that its slot is free once the bytes are home."""
 
     def holds(self, span: Span) -> bool:
         """Return whether the span lies inside the copy."""
@@ -150,14 +149,14 @@ class Copy:
 
     def missing(self, span: Span) -> list[Span]:
         """Return the parts of a span that are empty."""
-        # The usual question is for the very span that one move filled, so it is answered without looking at all others.
+        # Mostly one move has filled exactly this span, so look for that first.
         if span in self.fills:
             return []
         return without(span, self.fills)
 
     def arriving(self, span: Span) -> list[Transfer]:
         """Return the transfers after which the span is valid."""
-        # Transfers that have ended are among them, also those that failed: a wait for them raises the error.
+        # This includes transfers that have ended or failed. A wait for a failed one raises its error.
         fills = self.fills.items()
         return [fill for filled, fill in fills if fill is not None and overlap(filled, span)]
 
@@ -167,9 +166,9 @@ class Copy:
         return [transfer for transfer in transfers if transfer is not None and not transfer.done()]
 
     def writes(self) -> list[Transfer]:
-        """Return the writes of state that have not ended, also those of bytes that are no longer the newest."""
-        # The two queues carry state home. Only state has to outlive a move that fails: a gradient or an activation is
-        # lost with its step, so nobody keeps a slot for it.
+        """Return the writes of state that have not ended, even those of bytes that are no longer the newest."""
+        # These two queues carry state home. Only state has to survive a failed move. A gradient or an activation is
+        # lost with its step, so no slot is kept for it.
         return [transfer for transfer in self.in_use() if transfer.queue in ("ram_to_nvme", "state_to_ram")]
 
     def use(self, *transfers: Transfer) -> None:
@@ -178,20 +177,20 @@ class Copy:
         self.users = [user for user in users if not user.done()]
 
     def dirty(self, span: Span) -> None:
-        """Note that the bytes of a span changed: they are dirty from now on."""
-        # A write-back that is under way takes the older bytes. Its end says nothing about the new ones, so it loses its
-        # mark; but it still reads the slot, so it stays a user.
+        """Note that the bytes of a span have changed, so that they are dirty."""
+        # A write-back under way moves the old bytes, so its mark is removed. It still reads the slot, so it stays a
+        # user.
         self.use(*cut(self.unwritten, span))
         self.unwritten[span] = None
 
     def supersede(self, span: Span) -> None:
-        """Note that newer bytes of the span are in another tier: these are no longer valid."""
-        # A move that still brings the old bytes writes into the slot, so it stays a user.
+        """Note that another tier has newer bytes of the span, so that these are no longer valid."""
+        # A move that still brings old bytes writes into the slot, so it stays a user.
         self.use(*cut(self.fills, span))
 
-        # Writes under way keep their marks, also inside the span: the slot is theirs until they end. The span is cut
-        # out of all other marks, since bytes that nobody wants must not count as dirty. Each write is asked once if it
-        # has ended, so it is in one of the two groups; if it ends just after, `settle` or `evict` finds that.
+        # Writes under way keep their marks even inside the span, because they use the slot until they end. All other
+        # marks lose the span, because its bytes are not needed and so not dirty. Each write is asked once, so it is in
+        # exactly one of the two groups. If it ends later, `settle` or `evict` finds out.
         under_way: dict[Span, Transfer | None] = {}
         others: dict[Span, Transfer | None] = {}
         for marked, transfer in self.unwritten.items():
@@ -203,16 +202,15 @@ class Copy:
         self.unwritten = under_way | others
 
     def settle(self) -> None:
-        """Make bytes clean whose write-back ended well."""
-        # A mark whose transfer failed stays. It says that the bytes are in no other place, and `evict` raises its
-        # error.
+        """Mark bytes as clean whose write-back has succeeded."""
+        # The mark of a failed transfer stays, because the bytes are nowhere else. `evict` raises its error.
         marks = list(self.unwritten.items())
         for span, transfer in marks:
             if transfer is not None and transfer.succeeded():
                 del self.unwritten[span]
 
     def forget_failures(self) -> None:
-        """Make bytes empty that did not arrive, and drop the transfers of those that did."""
+        """Mark bytes whose transfer failed as empty, and forget the transfers of those that have arrived."""
         fills = list(self.fills.items())
         for span, transfer in fills:
             if transfer is not None and transfer.done():
@@ -221,7 +219,7 @@ class Copy:
                     self.fills[span] = None
 
     def reset(self) -> None:
-        """Make it a home copy that nobody leases or moves. Its bytes count as valid, whatever they are."""
+        """Make this home copy valid, with no leases and no moves."""
         self.fills = {self.span: None}
         self.unwritten = {}
         self.users = []
@@ -230,11 +228,11 @@ class Copy:
         self.is_leaving = False
 
     def is_usable(self) -> bool:
-        """Return whether the copy may be handed out: it was not evicted, or it was and its write-back failed."""
+        """Return whether the copy may be used: it was not evicted, or its write-back failed."""
         return not self.is_leaving or self.unsafe(self.span)
 
     def unsafe(self, span: Span) -> bool:
-        """Return whether bytes of the span are in no other place, and not on their way home either."""
+        """Return whether bytes of the span are nowhere else, and not being written home."""
         for marked, transfer in self.unwritten.items():
             if overlap(span, marked) and (transfer is None or transfer.failed()):
                 return True
@@ -248,18 +246,17 @@ class Block:
     spec: BlockSpec
     """Its key, size, home and kind."""
     extent: Extent | None = None
-    """Its place on NVMe, if it is at home there."""
+    """Its place on NVMe, if it is at home there; else None."""
     copies: list[Copy] = field(default_factory=list)
-    """Its copies in gpu and ram, also those that are leaving."""
+    """Its copies in gpu and ram, including those that are leaving."""
     reads: list[Transfer] = field(default_factory=list)
     """Moves from NVMe to the GPU past RAM that may not have ended. A write of the extent waits for them."""
     outside: dict[Span, Transfer | None] = field(default_factory=dict)
-    """The last move between bytes on NVMe and memory outside of the store (`outside`)."""
+    """The last moves between bytes on NVMe and memory outside of the store (`outside`)."""
 
     def write_backs(self) -> list[Transfer]:
-        """Return the moves that take bytes of the block home; some may have ended."""
-        # A write-back shows in two places: as a mark on the bytes that it takes, and, if home is a copy too, as a fill
-        # of that copy.
+        """Return the moves that take bytes of the block home. Some may have ended."""
+        # A write-back is a mark on the bytes that it takes and, if home is a copy too, a fill of that copy.
         transfers: list[Transfer] = []
         for copy in self.copies:
             transfers += [mark for mark in copy.unwritten.values() if mark is not None]
@@ -277,10 +274,10 @@ class Block:
         return [copy for copy in self.copies if copy.tier is tier]
 
     def find(self, tier: Tier, span: Span) -> Copy:
-        """Return the copy in a tier that has a span, or gets it by transfers that were started.
+        """Return the copy in a tier that has a span, or will have it when transfers under way have ended.
 
         Raises:
-            BlockNotFoundError: there is no such copy.
+            BlockNotFoundError: no copy there has it.
         """
         for copy in self.on(tier):
             if copy.holds(span) and not copy.missing(span):
@@ -296,11 +293,11 @@ class Block:
         return any(copy.unwritten for copy in self.copies)
 
     def residency(self) -> dict[Tier, tuple[Span, ...]]:
-        """Return, per tier, the spans of the block that are there now and as new as any."""
+        """Return the spans of the block that each tier has in their newest version."""
         by_tier: dict[Tier, tuple[Span, ...]] = {}
         newer: list[Span] = []
 
-        # From the tier furthest from home towards home: bytes that are dirty in one tier are stale in all that follow.
+        # From the tier furthest from home towards home: bytes that are dirty in one tier are stale in all later ones.
         towards_home = (Tier.RAM, Tier.GPU) if self.spec.home is Tier.GPU else (Tier.GPU, Tier.RAM)
         for tier in towards_home:
             spans: list[Span] = []
@@ -312,7 +309,7 @@ class Block:
                         spans += without(span, newer)
                 changed += copy.unwritten
 
-            # Only now, since what is dirty in this tier is valid here, and stale in those that follow.
+            # Dirty bytes are valid in this tier, and stale in the next ones.
             newer += changed
             if spans:
                 by_tier[tier] = tuple(sorted(spans))

@@ -1,6 +1,6 @@
-"""Rings: page-locked pieces through which a queue takes bytes between the GPU and RAM that is not page-locked.
+"""Rings: pinned pieces through which a queue takes bytes between the GPU and RAM that is not pinned.
 
-The driver copies asynchronously from and to page-locked RAM alone. Where it locks less than a run has, a copy goes
+The driver copies asynchronously from and to pinned RAM alone. Where it locks less than a run has, a copy goes
 piece by piece. To the GPU, native threads fill a piece, and the stream of the queue takes it on. To RAM, the stream
 fills a piece, and the worker of the ring takes it on with native threads. A piece is used again once the other side is
 through with it, so both sides are at work at once.
@@ -40,7 +40,7 @@ class Ring:
 
         Args:
             name: the name of the queue.
-            pieces: uint8 tensors of one size, page-locked if there is a CUDA device.
+            pieces: uint8 tensors of one size, pinned if there is a CUDA device.
             copy: how the host copies.
             clock: the clock of the CUDA device; None: there is none, and RAM stands for its memory.
         """

@@ -1,6 +1,6 @@
-"""Sealing: the one time at which a store takes its memory and its files.
+"""Sealing: the allocation of a store's memory and files, which happens once.
 
-Threads: whoever calls holds the store's lock.
+Threads: the caller holds the store's lock.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from megatier.errors import UnsealedError
 
 
 class Sealing:
-    """A context in which a store takes its memory and its files, once."""
+    """The context in which a store allocates its memory and files, once."""
 
     def __init__(self) -> None:
-        """Note that the store has taken nothing."""
+        """Begin before the allocation."""
         self._failure: BaseException | None = None
         self.has_begun = False
-        """Whether blocks and slots come too late."""
+        """Whether it is too late to register blocks and reserve slots."""
 
     def is_over(self) -> bool:
-        """Return whether the store has all that it needs.
+        """Return whether everything is allocated.
 
         Raises:
-            UnsealedError: it tried to take it and failed. What it had taken is given back, so another try is no use.
+            UnsealedError: the allocation has failed, and all was freed. Another try is of no use.
         """
         if self._failure is not None:
             raise UnsealedError(self._failure) from self._failure

@@ -1,4 +1,4 @@
-"""Staging: what takes bytes between the GPU and RAM that the driver does not page-lock.
+"""Staging: what takes bytes between the GPU and RAM that the driver does not pin.
 
 It has one ring for each queue that copies (`ring`), the memory of all rings, and native threads that copy in RAM.
 """
@@ -35,25 +35,25 @@ class Staging:
     """The rings of all queues that copy."""
 
     def __init__(self, most_bytes: int | None, clock: StreamClock | None) -> None:
-        """Allocate and page-lock the pieces, and start the threads.
+        """Allocate and pin the pieces, and start the threads.
 
         Args:
-            most_bytes: page-locked RAM of the store, of which the pieces take half at most; None: as the driver takes.
-            clock: the clock of the CUDA device; None: there is none, and nothing is page-locked.
+            most_bytes: pinned RAM of the store, of which the pieces take half at most; None: as the driver takes.
+            clock: the clock of the CUDA device; None: there is none, and nothing is pinned.
 
         Raises:
-            PageLockError: the driver page-locks not even the smallest pieces.
+            PageLockError: the driver pins not even the smallest pieces.
         """
         num_pieces = NUM_PIECES * len(COPY_QUEUES)
         self._arena = _allocate(most_bytes, num_pieces, pin=clock is not None)
         self.num_bytes = self._arena.num_bytes
         """The bytes of all pieces."""
         self.pins = clock is not None
-        """Whether RAM is really page-locked: without a CUDA device it is only treated as if it were."""
+        """Whether RAM is really pinned: without a CUDA device it is only treated as if it were."""
         self.locked = 0, 0
-        """The first address of other RAM that is page-locked, and the first one behind it."""
+        """The first address of other RAM that is pinned, and the first one behind it."""
         self.unlocked_bytes = 0
-        """The bytes of other RAM that is not page-locked."""
+        """The bytes of other RAM that is not pinned."""
 
         # The other half of the cores is for AdamW and for drives, which are at work at the same time.
         cores = cores_usable()
@@ -71,7 +71,7 @@ class Staging:
             undone.pop_all()
 
     def is_locked(self, in_ram: torch.Tensor) -> bool:
-        """Return whether all of uint8 [n] in RAM is page-locked, so that it needs no ring."""
+        """Return whether all of uint8 [n] in RAM is pinned, so that it needs no ring."""
         num_bytes = in_ram.numel()
         start = address_of(in_ram, torch.uint8, num_bytes)
 

@@ -1,10 +1,10 @@
 """The tiered store: named blocks of bytes over GPU memory, pinned RAM and NVMe.
 
 A block always lies in its home tier, and may have copies in faster tiers, whole or in spans. If the home is NVMe, spans
-start where granules do (`IoOptions.granule_bytes`), and end where one does, or with the block. A reader or writer of
-bytes holds a lease of them, and nothing that is leased is evicted. Each kind of move has a queue of its own
-(`tier.QUEUES`). Bytes from NVMe are verified, and a move that fails leaves the block whole where it was. All memory is
-allocated when the first block is used (`seal`), and never later.
+begin and end at granules (`IoOptions.granule_bytes`), or at the end of the block. Whoever reads or writes bytes holds a
+lease of them, and nothing that is leased is evicted. Each kind of move has a queue of its own (`tier.QUEUES`). Bytes
+from NVMe are verified, and a move that fails leaves the block whole where it was. All memory is allocated when the
+first block is used (`seal`), and never later.
 
     with TieredStore.open(ram="64GiB", nvme=["/mnt/a:500GiB"]) as store:
         store.register(BlockSpec("layer0", num_bytes, home=Tier.NVME))
@@ -13,12 +13,13 @@ allocated when the first block is used (`seal`), and never later.
             store.mark_dirty("layer0", Tier.RAM)  # within the lease: later the slot may be another block's
         store.write_back("layer0", Tier.RAM).wait()
 
-Below this file, `blocks` knows the blocks, `copies` says which copy has which slot, `fills` and `write_backs` start
-moves up and home, `lease` counts leases, `outside` moves bytes of others, and `loan` lends the memory of the GPU.
+The other files of this room have the parts: `blocks` the registered blocks, `copies` the copies and their slots,
+`fills` and `write_backs` the moves up and home, `lease` the leases, `outside` moves to memory of others, and `loan` the
+GPU memory that is lent.
 
-Threads: any thread may call any method. Who touches leased bytes, and in which order, is up to the callers. One lock
-guards all bookkeeping. A thread lets go of it before it waits for a slot or a move, and the threads of the queues never
-take it. So a thread that holds it waits for nobody who may want it.
+Threads: any thread may call any method. Callers order their own reads and writes of leased bytes. One lock guards all
+bookkeeping. A thread releases it before it waits for a slot or a move, and the queues never take it, so it causes no
+deadlock.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class TieredStore(ClosedWhenDropped):
     """Named blocks of bytes over GPU memory, pinned RAM and NVMe; see `megatier.store.store`."""
 
     def __init__(self, reservation: Reservation, files: BlockFiles | None, device: torch.device) -> None:
-        """Take the budgets, the files on NVMe, and the device of the gpu tier. `open` is easier to call."""
+        """Make a store from its parts. `open` is easier to call."""
         self.device = device
         """The device of the gpu tier."""
         self.files = files
@@ -67,7 +68,7 @@ class TieredStore(ClosedWhenDropped):
         self._queues = TierQueues(device)
         self._blocks = Blocks(self._reservation, files)
         self.extents = self._blocks.extents
-        """The place of each block that is at home on NVMe, by its key."""
+        """The extent of each block that is at home on NVMe, by key."""
         self._copies = Copies(self._reservation, self._queues)
         self._fills = Fills(self._copies, self._reservation, self._queues, files, self._reader)
         self._write_backs = WriteBacks(self._copies, self._queues, files)
@@ -77,10 +78,10 @@ class TieredStore(ClosedWhenDropped):
         """Lends the memory of the gpu tier while nothing moves."""
         self.check_process = self._copies.owner.check  # refuses a forked child; every method but `close` does
         self.consistency = self._copies.consistency
-        """Tells whether a change of the copies broke off. Its regions lie inside the lock, except that of `lease`."""
+        """Whether a change of the copies was interrupted. Its regions are inside the lock, except that of `lease`."""
         self._sealing = Sealing()
         self.staging: Staging | None = None
-        """Takes bytes of RAM that is not page-locked through rings, once the store is sealed; None: all of RAM is."""
+        """The rings for RAM that is not pinned, once the store is sealed; None: all of RAM is pinned."""
         self.clock = self._queues.clock
         """Maps device times to the host's; None without a CUDA device."""
         self.queues = tuple(self._queues.queues.values())
@@ -103,14 +104,14 @@ class TieredStore(ClosedWhenDropped):
         """Open a store with byte budgets.
 
         Args:
-            gpu: bytes of the gpu tier, such as "40GiB". On device "cpu" an arena of its own in RAM stands for it.
-            ram: bytes of the ram tier, with its slots.
+            gpu: bytes of the gpu tier, such as "40GiB". On device "cpu" this tier is another arena in RAM.
+            ram: bytes of the ram tier, slots included.
             nvme: mounts as DIRECTORY or DIRECTORY:SIZE, in a list or separated by commas.
             device: the device of the gpu tier.
-            run_id: names the directory on each mount. It is random if not given.
+            run_id: names the directory on each mount; None: a random name.
             options: how block files are accessed.
-            allocate: gives the memory of the gpu tier on a CUDA device; None: torch does.
-            locked: the most bytes to page-lock; None: as many as CUDA takes. Other RAM goes through rings (`staging`).
+            allocate: allocates the gpu tier on a CUDA device; None: torch does.
+            locked: the most bytes of RAM to pin; None: as many as CUDA allows. The rest goes through rings (`staging`).
 
         Raises:
             ConfigError: a size or a mount is not usable.
@@ -135,11 +136,11 @@ class TieredStore(ClosedWhenDropped):
         self.close()
 
     def register(self, spec: BlockSpec) -> None:
-        """Add a block. Its home is counted now and allocated by `seal`. A new block holds zeros.
+        """Add a block. Its home counts in the budget now, and `seal` allocates it. A new block holds zeros.
 
         Raises:
             CapacityError: the home tier's budget is used up.
-            BlockError: the key exists, the store is sealed, or no block can be of that size.
+            BlockError: the key exists, the store is sealed, or the size is not valid.
         """
         with self._copies.lock:
             if self._sealing.has_begun:
@@ -147,7 +148,7 @@ class TieredStore(ClosedWhenDropped):
             self._blocks.add(spec)
 
     def reserve(self, tier: Tier, kind: Kind | None, slot_bytes: int, num_slots: int) -> None:
-        """Set slots aside in gpu or ram for copies of one kind of block; None: of all kinds without slots of their own.
+        """Reserve slots in gpu or ram for one kind of block; None: for all kinds without slots of their own.
 
         Raises:
             CapacityError: the tier's budget is used up.
@@ -157,21 +158,21 @@ class TieredStore(ClosedWhenDropped):
             self._reservation.reserve_slots(tier, kind, slot_bytes, num_slots)
 
     def seal(self, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Allocate everything: block files, arenas, slots. The first use of a block calls this.
+        """Allocate block files, arenas and slots. The first use of a block calls this.
 
         If no slots were reserved in a tier, the rest of its budget becomes slots for the largest block that passes.
-        While files on NVMe are filled, `progress` is called with the bytes that came since the last call.
+        While zeros are written to files on NVMe, `progress` gets the bytes since its last call.
 
         Raises:
-            CapacityError: the system has less memory or less room on a drive than the budgets say.
-            TransferError: a drive failed while its file was filled.
+            CapacityError: the system has less memory, or a drive less room, than the budgets say.
+            TransferError: a drive failed while zeros were written.
             UnsealedError: an earlier call failed.
         """
         with self._copies.lock:
             if self._sealing.is_over():
                 return
             with self._sealing:
-                # The files come first, since allocating them is quick and shows a drive that is too small.
+                # Files come first, because allocating them is quick and finds a drive that is too small.
                 if self.files is not None:
                     self.files.allocate()
                 self._reservation.reserve_default_slots([block.spec for block in self._blocks.by_key.values()])
@@ -182,19 +183,19 @@ class TieredStore(ClosedWhenDropped):
                     self._reader.open(self.device)
 
     def prefetch(self, key: str, tier: Tier, span: Span | None = None, *, wait: bool = False) -> list[Transfer]:
-        """Start bringing a block, or bytes [start, stop) of it, to a tier. Bytes that are there are not moved again.
+        """Start to bring a block, or bytes [start, stop) of it, to a tier. Bytes that are there are not moved again.
 
-        This is a hint: nobody holds the bytes until they are leased. From NVMe to the GPU they pass through slots in
-        RAM, span by span; with `IoOptions.gpu_direct` they go past RAM.
+        Nothing holds the bytes there until they are leased. From NVMe to the GPU they pass through slots in RAM, span
+        by span; with `IoOptions.gpu_direct` they go past RAM.
 
         Args:
             key: a registered block.
             tier: gpu or ram.
-            span: a range of bytes; the whole block if not given.
-            wait: block until there are slots, instead of raising.
+            span: a range of bytes; None: the whole block.
+            wait: whether to wait for slots, instead of raising.
 
         Returns:
-            The transfers after which the bytes are there; none if they are there.
+            The transfers after which the bytes are there; empty if they are there.
 
         Raises:
             CapacityError: every slot of the tier is leased, dirty or being written.
@@ -204,7 +205,7 @@ class TieredStore(ClosedWhenDropped):
         with self._copies.lock, self.consistency.call:
             block, span = self._blocks.span(key, span)
             copy = self._copies.copy_for(block, tier, span, wait=wait)
-            # Nobody has a right to these bytes yet, so they give way if others need the slot.
+            # Without a lease these bytes give way if others need the slot.
             copy.is_ahead = not copy.num_leases
             self._fills.bring(copy, span, wait=wait)
             return [transfer for transfer in copy.arriving(span) if not transfer.done()]
@@ -212,29 +213,29 @@ class TieredStore(ClosedWhenDropped):
     def lease(
         self, key: str, tier: Tier, span: Span | None = None, *, fresh: bool = False, wait: bool = False
     ) -> Lease:
-        """Bring a block, or bytes [start, stop) of it, to a tier, and give the right to use them there.
+        """Bring a block, or bytes [start, stop) of it, to a tier, and lease them there.
 
         Args:
             key: a registered block.
             tier: gpu or ram.
-            span: a range of bytes; the whole block if not given.
-            fresh: the caller overwrites every byte, so nothing is read.
-            wait: block until there are slots, instead of raising.
+            span: a range of bytes; None: the whole block.
+            fresh: whether the caller overwrites every byte, so that nothing is read.
+            wait: whether to wait for slots, instead of raising.
 
         Raises:
             CapacityError: every slot of the tier is leased, dirty or being written.
             DirtyBlockError: the gpu has newer bytes; write them back first.
-            TransferError, IntegrityError: the bytes could not be brought. They are whole where they were.
+            TransferError, IntegrityError: the bytes could not be moved. They are whole where they were.
         """
         self.seal()
         return self._leases.take(key, tier, span, fresh=fresh, wait=wait)
 
     def mark_dirty(self, key: str, tier: Tier, span: Span | None = None) -> None:
-        """Note that the bytes under a lease were changed. Copies of them in other tiers are stale, and are dropped.
+        """Note that leased bytes were changed. Their copies in other tiers are stale, and are dropped.
 
         Raises:
             BlockNotFoundError: the bytes are not there.
-            LeaseHeldError: such a copy is leased.
+            LeaseHeldError: a stale copy is leased.
         """
         with self._copies.lock, self.consistency.call:
             block, span = self._blocks.span(key, span)
@@ -242,20 +243,21 @@ class TieredStore(ClosedWhenDropped):
             others = [other for other in block.copies if other.tier is not tier and other.slot is not None]
             self._copies.drop_stale(others, span)
 
-            # Bytes at home are never dirty. A scratch block has no home: its bytes on the gpu may go to ram, and stay.
+            # Bytes at home are never dirty. A scratch block has no home, so only its bytes on the gpu count as dirty,
+            # and can be written back to ram.
             home = block.spec.home
             if home is not tier and (home is not None or tier is Tier.GPU):
                 copy.dirty(span)
 
     def write_back(self, key: str, tier: Tier, span: Span | None = None, *, wait: bool = False) -> Transfer | None:
-        """Start moving a span with dirty bytes one step towards home; returns None if none of its bytes are dirty.
+        """Start to move a span with dirty bytes one step towards home. Return None if none of its bytes are dirty.
 
-        From the gpu, bytes at home on NVMe go to a slot in ram, where they are dirty then. A scratch block goes there
-        too. If the move fails, the copy stays and is dirty. Write it back again once the cause is gone.
+        From the gpu, bytes with a home on NVMe go to a slot in ram, where they are dirty then. So do scratch blocks. If
+        the move fails, the copy stays dirty, and can be written back again.
 
         Raises:
             BlockNotFoundError: the bytes are not there.
-            CapacityError: no slot for the step in between, and not `wait`.
+            CapacityError: there is no slot in ram, and not `wait`.
         """
         with self._copies.lock, self.consistency.call:
             block, span = self._blocks.span(key, span)
@@ -265,13 +267,13 @@ class TieredStore(ClosedWhenDropped):
     def evict(self, key: str, tier: Tier, span: Span | None = None) -> None:
         """Drop the copy of exactly this span, if there is one.
 
-        Nothing waits: the slot is reused once the moves from it have ended, and a copy from which state is being
-        written stays until that went well.
+        This does not wait. The slot is reused when the moves from it have ended, and a copy whose state is being
+        written stays until the write has succeeded.
 
         Raises:
-            LeaseHeldError: it is leased.
-            DirtyBlockError: it is dirty, and no write-back was started.
-            TransferError: its write-back failed. It is still there, and dirty.
+            LeaseHeldError: the copy is leased.
+            DirtyBlockError: the copy is dirty, and no write-back was started.
+            TransferError: its write-back failed. The copy is still there, and dirty.
             LastCopyError: it is the home copy.
         """
         with self._copies.lock, self.consistency.call:
@@ -283,23 +285,23 @@ class TieredStore(ClosedWhenDropped):
                     self._copies.evict(copy)
 
     def discard(self, key: str, tier: Tier) -> None:
-        """Drop all copies of a block in slots of a tier, as `evict` does, but dirty ones too."""
+        """Evict all copies of a block in slots of a tier, even dirty ones."""
         with self._copies.lock, self.consistency.call:
             for copy in self._blocks.find(key).on(tier):
                 if copy.slot is not None:
                     self._copies.discard(copy)
 
     def wake(self) -> None:
-        """Let everyone who waits for a slot look again. They fail if something broke off."""
+        """Wake all threads that wait for a slot. They fail if the state is torn."""
         with self._copies.lock:
             self._copies.wake()
 
     def reset(self) -> None:
-        """Wait for all moves after something broke off, and forget all leases, slots and dirty bytes.
+        """Wait for all moves after an interrupted change, and forget all leases, slots and dirty bytes.
 
-        The caller overwrites all blocks then. Leases from before end without effect. Threads that wait for slots fail.
+        The caller then overwrites all blocks. Older leases end without effect, and threads that wait for slots fail.
         """
-        # The state is torn before the wake, so that a thread that waits for a slot fails, and takes none.
+        # Set before the wake, so that waiting threads fail and take no slots.
         self.consistency.is_torn = True
         self.wake()
         for queue in self.queues:
@@ -312,16 +314,16 @@ class TieredStore(ClosedWhenDropped):
         self.consistency.is_torn = False
 
     def settle(self, key: str) -> None:
-        """Wait for the write-backs of a block. The bytes that they wrote are clean from then on.
+        """Wait for the write-backs of a block, after which the written bytes are clean.
 
         Raises:
-            TransferError: one failed. The copy is still there, and dirty.
+            TransferError: a write-back failed. The copy is still there, and dirty.
         """
         with self._copies.lock:
             block = self._blocks.find(key)
             write_backs = block.write_backs()
 
-        # Moves may take long, so this waits without the lock, and then asks the copies anew which bytes are home.
+        # Moves may take long, so this waits without the lock. The copies may have changed afterwards.
         for transfer in write_backs:
             transfer.wait()
         with self._copies.lock, self.consistency.call:
@@ -331,22 +333,22 @@ class TieredStore(ClosedWhenDropped):
                     self._copies.evict(copy)
 
     def push(self, key: str, tensor: torch.Tensor, start: int = 0) -> Transfer:
-        """Start moving a contiguous tensor from the gpu device to a block in ram or on NVMe; see `Outside.push`."""
+        """Start to move a contiguous tensor from the gpu device to a block in ram or on NVMe; see `Outside.push`."""
         with self._copies.lock, self.consistency.call:
             return self._outside.push(key, tensor, start)
 
     def pull(self, key: str, tensor: torch.Tensor, start: int = 0) -> Transfer:
-        """Start moving what `push` took back into a contiguous tensor on the gpu device; see `Outside.pull`."""
+        """Start to move a pushed tensor back into a contiguous tensor on the gpu device; see `Outside.pull`."""
         with self._copies.lock, self.consistency.call:
             return self._outside.pull(key, tensor, start)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
-        """Start copying state between RAM and the caller's own memory on the gpu device; see `TierQueues.carry`."""
+        """Start to copy state between RAM and the caller's own memory on the gpu device; see `TierQueues.carry`."""
         with self._copies.lock, self.consistency.call:
             return self._queues.carry(key, target, source, to_gpu=to_gpu)
 
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
-        """Start copying bytes from home, on the gpu or on NVMe, to RAM outside of the store; see `Outside.copy_out`."""
+        """Start to copy bytes from home, on the gpu or on NVMe, to the caller's RAM; see `Outside.copy_out`."""
         with self._copies.lock, self.consistency.call:
             block, span = self._blocks.span(key, span)
             return self._outside.copy_out(block, span, target)
@@ -362,7 +364,7 @@ class TieredStore(ClosedWhenDropped):
             return self._queues.take_log()
 
     def residency(self, key: str) -> dict[Tier, tuple[Span, ...]]:
-        """Return, per tier, the spans of a block that are there now and as new as any."""
+        """Return the spans of a block that each tier has in their newest version."""
         with self._copies.lock:
             return self._blocks.find(key).residency()
 
@@ -383,18 +385,18 @@ class TieredStore(ClosedWhenDropped):
 
     @property
     def gpu_path(self) -> IoPath | None:
-        """How reads from NVMe past RAM really went so far, once the store is sealed; None if there are none."""
+        """How reads from NVMe past RAM are really done, once the store is sealed; None if there are none."""
         return self._reader.path() if self._reader is not None else None
 
     def close(self) -> None:
-        """Finish all moves, remove the files unless they are kept, and free the memory. In a forked child: nothing."""
+        """Finish all moves, remove the files unless they are kept, and free the memory. A forked child does nothing."""
         self._disown()
         if not self._copies.owner.is_here:
             return
-        with ExitStack() as closing:  # the last one first, and the others too if that fails
+        with ExitStack() as closing:  # in reverse order, and all of them even if one fails
             closing.callback(self._reservation.close)
             closing.callback(self.loan.close)
             for opened in [each for each in (self.files, self._reader) if each is not None]:
                 closing.callback(opened.close)
-            # What was submitted starts first. The files wait for what was started, whose threads touch the memory.
+            # Queues first start all submitted moves. Files then wait for these, because their threads use the memory.
             closing.callback(self._queues.close)

@@ -1,7 +1,7 @@
-"""The queues between the tiers, and the copies that they make between RAM and the GPU.
+"""The queues between the tiers, and their copies between RAM and the GPU.
 
-This file has hop 2 (RAM slot -> GPU slot) and hop 4 (gradients -> RAM slot) of a byte's journey. Each direction between
-two tiers has a queue of its own, so that moves of different kinds do not wait for each other.
+Each direction between two tiers has a queue of its own, so that moves of different kinds do not wait for each other.
+This file has hop 2 (RAM slot -> GPU slot) and hop 4 (gradients -> RAM slot) of a byte's journey.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatier.store.transfer import FAILURES, Completion, Transfer, compute_poin
 from megatier.tier import COPY_QUEUES, QUEUES, Kind, cut_at_addresses
 
 LOG_TRANSFERS_MAX = 1 << 17
-"""The most transfers that are kept for a trace. If nobody takes them, the oldest are dropped."""
+"""The most transfers that are kept for a trace. The oldest are dropped if nobody takes them."""
 COPY_BYTES_MAX = 128 << 20
-"""The most bytes that one queue copies at once between RAM and the GPU. The device makes the copies of one direction in
-the order in which they were enqueued, whatever their streams. So each queue enqueues one piece at a time; else a long
-row of pieces would hold up a copy that compute waits for. Pieces end where addresses in RAM are multiples of this, so
-none crosses the end of what one call has page-locked (`page_lock.LOCKED_BYTES`): CUDA need not copy that at once."""
+"""The most bytes that a queue copies at once between RAM and the GPU. The device does the copies of one direction in
+the order of enqueueing, whatever their streams. So each queue enqueues one piece at a time; otherwise many pieces could
+hold up a copy for which compute waits. Pieces end at multiples of this in RAM, so that none crosses the end of what one
+call has pinned (`page_lock.LOCKED_BYTES`), where a copy might fail."""
 AWAITED = (Kind.WEIGHT, Kind.GRAD, Kind.ACTIVATION)
-"""Kinds that compute waits for. All others are state of an optimizer, and yield to them."""
+"""The kinds for which compute waits. All others are optimizer state, which has queues of its own."""
 
 
 def queue_to_gpu(kind: Kind) -> str:
@@ -46,7 +46,7 @@ def queue_to_ram(kind: Kind) -> str:
 class TierQueues:
     """The queues between the tiers, the bytes that moved on each, and a log for the trace.
 
-    Threads: one thread at a time submits and takes the log. The store's lock sees to that.
+    Threads: one thread at a time submits or takes the log, because it holds the store's lock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,21 +58,21 @@ class TierQueues:
         self.queues: dict[str, Queue] = {}
         """Every queue by its name."""
         for name in QUEUES:
-            # Queues that copy to or from the GPU have a stream of their own. The two between RAM and NVMe have none:
-            # native threads move their bytes, and no stream can hold those back.
+            # Queues to and from the GPU have a stream. The two between RAM and NVMe have none, because native threads
+            # move their bytes.
             has_stream = name == "nvme_to_gpu" or name in COPY_QUEUES
             self.queues[name] = Queue(name, self.clock if has_stream else None)
 
         self.staging: Staging | None = None
-        """Takes bytes of RAM that is not page-locked through rings; None: all of RAM is. It is set before any copy, and
-        closed with the queues."""
+        """The rings for RAM that is not pinned; None: all of RAM is pinned. It is set before any copy, and closed with
+        the queues."""
         self._log: deque[Transfer] = deque(maxlen=LOG_TRANSFERS_MAX)
         self._pieces: dict[str, torch.cuda.Event] = {}
-        """The last piece of each queue. That queue's thread alone reads and sets it."""
+        """The last piece of each queue. Only that queue's thread uses it."""
 
     @property
     def pins(self) -> bool:
-        """Whether RAM that is copied from and to has to be page-locked: there is a GPU, and no ring to pass through."""
+        """Whether copies need pinned RAM, because there is a GPU and no ring."""
         return self.clock is not None and self.staging is None
 
     def submit(
@@ -87,7 +87,7 @@ class TierQueues:
         """Append a move to a queue, as `Queue.submit` does. A move of 0 bytes is neither counted nor logged."""
         transfer = self.queues[queue].submit(key, num_bytes, start, requires, follows)
 
-        # The bytes count when they are asked for, so the sums do not depend on how fast moves end.
+        # Bytes count when they are submitted, so that sums do not depend on how fast moves end.
         if num_bytes:
             self.moved_bytes[queue] += num_bytes
             self._log.append(transfer)
@@ -124,18 +124,18 @@ class TierQueues:
         return self.submit(queue, key, source.numel(), work, requires, follows)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
-        """Copy uint8 [n] of state between RAM and any memory on the GPU, behind the present point of this stream.
+        """Copy uint8 [n] of state between RAM and any memory on the GPU, after the work that is on this stream now.
 
-        The caller leases what is in RAM, and keeps both until it has waited for the copy.
+        The caller leases the bytes in RAM, and keeps both tensors until it has waited for the copy.
         """
-        # Torch's allocator is not told of the copy: it would hold the memory back for copies that come after this one.
+        # torch's allocator is not told of the copy, because it would keep the memory for later copies too.
         queue = "state_to_gpu" if to_gpu else "state_to_ram"
         work = partial(self._copy, queue, target, source)
         point = self.point(key)
         return self.submit(queue, key, source.numel(), work, follows=point)
 
     def point(self, key: str) -> list[Transfer]:
-        """Return the present point of compute, in a list. The list is empty if compute is synchronous."""
+        """Return the present point in compute's stream, as a list. It is empty if compute is synchronous."""
         point = compute_point(self.clock, key)
         return [] if point is None else [point]
 
@@ -146,7 +146,7 @@ class TierQueues:
         return list(log)
 
     def close(self) -> None:
-        """Finish every move that was submitted, and stop the threads."""
+        """Finish all submitted moves, and stop the threads."""
         with ExitStack() as closing:
             if self.staging is not None:
                 closing.callback(self.staging.close)
@@ -157,17 +157,17 @@ class TierQueues:
     def copy(
         self, queue: str, target: torch.Tensor, source: torch.Tensor, users: Sequence[Transfer] = ()
     ) -> Completion | None:
-        """Copy uint8 [n] on a queue. The thread of that queue calls this.
+        """Copy uint8 [n] on a queue. The queue's thread calls this.
 
         Args:
-            queue: its name.
-            target: where the bytes go.
-            source: where they are.
-            users: the transfers before this one that use the memory in RAM.
+            queue: the name of the queue.
+            target: the destination.
+            source: the bytes.
+            users: earlier transfers that use the memory in RAM.
         """
         completion = self._copy(queue, target, source, users)
 
-        # Torch's allocator must not give the memory to others before the copy is over.
+        # torch's allocator must not reuse the memory before the copy is over.
         for tensor in (target, source):
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream())
@@ -176,7 +176,7 @@ class TierQueues:
     def _copy(
         self, queue: str, target: torch.Tensor, source: torch.Tensor, users: Sequence[Transfer] = ()
     ) -> Completion | None:
-        """Copy uint8 [n] on a queue, and tell torch's allocator nothing."""
+        """Copy uint8 [n] on a queue, without telling torch's allocator."""
         staging = self.staging
         goes_up = queue.endswith("to_gpu")
         in_ram = source if goes_up else target
@@ -201,8 +201,8 @@ class TierQueues:
             _native.copy(to_address, from_address, num_bytes)
             return
 
-        # The piece before is over on the device before the next one is enqueued, so that the queues of one direction
-        # take turns (`COPY_BYTES_MAX`). It may belong to the copy before, since the piece is noted for the queue.
+        # Wait for the queue's last piece, perhaps of an earlier copy, before the next one is enqueued. So the queues of
+        # one direction take turns (`COPY_BYTES_MAX`).
         most = COPY_BYTES_MAX if self.staging is None else LOCK_STEP_BYTES
         for start, stop in cut_at_addresses(in_ram.data_ptr(), in_ram.numel(), most):
             before = self._pieces.get(queue)
@@ -213,9 +213,9 @@ class TierQueues:
 
 
 def _wait_for_landings(transfers: Sequence[Transfer], *, raises: bool) -> None:
-    """Block until copies through rings have landed in memory that is copied next without one.
+    """Block until copies through rings have landed in memory that is copied next without a ring.
 
-    Such memory lies at the end of what is not page-locked.
+    Such memory is partly pinned, at the end of the RAM that is not.
     """
     for transfer in transfers:
         try:

@@ -1,17 +1,17 @@
-"""Transfers: moves that were asked for, as futures that any thread may wait on.
+"""A transfer: a submitted move, as a future for which any thread can wait.
 
 A queue (`queue`) starts the move of a transfer. Then the move goes on without the queue's thread, as a native batch
 (NVMe) or as a copy on a CUDA stream. Without a GPU it is a memory copy that is over at once. The completion of the move
-tells how it ended.
+says how it ended.
 
-There are two ways to wait for a move, as for a CUDA event. `wait` blocks the host until the bytes are there.
-`wait_on_stream` makes the current CUDA stream wait for a copy, and the host goes on. Bytes that the host or a native
-thread touches next need `wait`.
+There are two ways to wait, as for a CUDA event. `wait` blocks the host until the bytes are there. `wait_on_stream`
+makes the current CUDA stream wait for a copy, and the host goes on. If the host or a native thread touches the bytes
+next, call `wait`.
 
-Why latches are native: a signal handler (Ctrl-C, the watchdog) may raise wherever the training thread runs Python code,
-also inside the standard library. There `Event`, `Condition` and `Queue` take and give back a lock, and an interrupt in
-between leaves it locked for ever. So a thread waits at native latches and queues here, and a `threading.Lock` is
-held by `with` alone.
+Latches are native for this reason: a signal handler (Ctrl-C, the watchdog) may raise wherever the training thread runs
+Python code, even inside the standard library. `Event`, `Condition` and `Queue` there take and release a lock, and an
+interrupt in between leaves it taken for ever. So threads wait at native latches and queues, and a `threading.Lock` is
+only held in `with`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FAILURES = (MegatierError, OSError, RuntimeError)
 
 
 class Completion(Protocol):
-    """The end of a move that was started, as the code that moves the bytes reports it."""
+    """The end of a move that has started."""
 
     def wait(self) -> None:
-        """Block until the bytes are there. If the move failed, raise its typed error, every time."""
+        """Block until the bytes are there. If the move failed, raise its error, at each call."""
 
     def done(self) -> bool:
         """Return whether `wait` would not block."""
@@ -44,7 +44,7 @@ class Completion(Protocol):
 
 
 class Transfer:
-    """One move on one queue: a future that any thread may wait on, any number of times."""
+    """A move on a queue, as a future for which any thread may wait, any number of times."""
 
     __slots__ = (
         "_completion",
@@ -67,21 +67,21 @@ class Transfer:
         requires: Sequence[Transfer] = (),
         follows: Sequence[Transfer] = (),
     ) -> None:
-        """Take a move that was not started. Only `Queue.submit` and `compute_point` make a transfer."""
+        """Begin before the move starts. Only `Queue.submit` and `compute_point` make a transfer."""
         self.queue = queue_name
         """The name of the queue."""
         self.key = key
-        """The block that it moves."""
+        """The key of the block."""
         self.num_bytes = num_bytes
         """The number of bytes that it moves."""
         self.requires = tuple(requires)
-        """The transfers that bring its bytes, so it fails if one of them did. Empty once the move has started."""
+        """The transfers that bring its bytes. It fails if one of them fails. Empty once the move has started."""
         self.follows = tuple(follows)
         """The transfers that still use its target, however they end. Empty once the move has started."""
         self._started = _native.Latch()
-        """Set once the move has started, or could not start."""
+        """Set when the move has started, or has failed to start."""
         self._completion: Completion | None = None
-        """The end of the move. None if it was over when it had started."""
+        """The end of the move; None if it was over at its start."""
         self._error: Exception | None = None
         """The error that kept the move from starting."""
         self._span = (0, 0)
@@ -91,12 +91,12 @@ class Transfer:
         """Block, with the GIL free, until the bytes are there. Return the seconds that the move took.
 
         Raises:
-            TransferError, IntegrityError: this move failed, or one that brings its bytes.
+            TransferError, IntegrityError: this move failed, or a required one.
         """
         self._wait_for_start()
         if self._completion is not None:
-            # No error of this wait is kept, since it may be one that a signal handler raises (Ctrl-C, the watchdog) and
-            # that is not the move's. The completion tells every time how the move ended.
+            # The error is not stored, because a signal handler (Ctrl-C, the watchdog) may have raised it. The
+            # completion says at each call how the move ended.
             self._completion.wait()
             self._span = self._completion.span_ns()
 
@@ -107,8 +107,8 @@ class Transfer:
         """Make the next work of the current thread come after this move.
 
         If the move is a copy on a CUDA stream, the current stream waits for it and the host goes on. For any other move
-        this is `wait`. A copy to RAM through a ring may still be landing there when the stream goes on: who reads its
-        bytes in RAM calls `wait_for_landing` too.
+        this is `wait`. A copy to RAM through a ring may still be landing when the stream goes on. To read its bytes in
+        RAM, call `wait_for_landing` too.
         """
         self._wait_for_start()
         if isinstance(self._completion, StreamSpan | Landing):
@@ -117,7 +117,7 @@ class Transfer:
             self.wait()
 
     def wait_for_landing(self) -> None:
-        """Block until a copy through a ring is in RAM, or has failed. For any other move this only waits for its start.
+        """Block until a copy through a ring is in RAM or has failed. For any other move, wait for its start.
 
         Raises:
             MegatierError, OSError, RuntimeError: the move failed.
@@ -127,11 +127,11 @@ class Transfer:
             self._completion.wait()
 
     def wait_before_use(self, tier: Tier, *, raises: bool = True) -> None:
-        """Call `wait_on_stream` if the bytes are touched on the gpu next, and `wait` if the host touches them.
+        """Call `wait_on_stream` if the gpu uses the bytes next, and `wait` if the host does.
 
         Args:
-            tier: the place where the bytes are touched next.
-            raises: whether to raise the error of a move that failed. If False, it does not matter how the move ended.
+            tier: where the bytes are used next.
+            raises: whether to raise the error of a failed move. If False, it does not matter how the move ended.
         """
         try:
             if tier is Tier.GPU:
@@ -139,13 +139,13 @@ class Transfer:
             else:
                 self.wait()
         except FAILURES:
-            # A signal handler may have raised this error in the wait. Unless the move itself failed, it is passed on.
+            # If the move did not fail, a signal handler has raised this error, which is passed on.
             if raises or not self.failed():
                 raise
 
     def wait_for_end(self) -> bool:
-        """Block until the move has ended. Return whether it ended well."""
-        # An interrupt of the wait passes through. It says nothing about the move, so the move is asked after the wait.
+        """Block until the move has ended. Return whether it has succeeded."""
+        # An interrupt passes through, and says nothing about the move.
         self.wait_before_use(Tier.RAM, raises=False)
         return not self.failed()
 
@@ -155,21 +155,21 @@ class Transfer:
 
     def done(self) -> bool:
         """Return whether `wait` would return, or raise, at once."""
-        # Asked in this order: the completion is set before the latch, so it is final once the latch is seen set.
+        # The completion is set before the latch, so it is final when the latch is set.
         if not self._started.is_set():
             return False
         return self._completion is None or self._completion.done()
 
     def seen_done(self) -> bool:
-        """Return `done()`, or False for a copy on a stream: asking CUDA about a device that hangs may block."""
+        """Return `done()`, or False for a copy on a stream, because asking CUDA may block if the device hangs."""
         return not isinstance(self._completion, StreamSpan) and self.done()
 
     def failed(self) -> bool:
-        """Return whether the move has ended in an error. This never blocks."""
+        """Return whether the move has failed. This never blocks."""
         if not self.done():
             return False
 
-        # The move is done, so this wait raises its error at once or returns at once.
+        # The move is done, so this wait ends at once.
         try:
             self.wait()
         except FAILURES:
@@ -177,7 +177,7 @@ class Transfer:
         return False
 
     def succeeded(self) -> bool:
-        """Return whether the move has ended well. This never blocks."""
+        """Return whether the move has succeeded. This never blocks."""
         return self.done() and self.wait_for_end()
 
     def span_ns(self) -> tuple[int, int]:
@@ -188,8 +188,8 @@ class Transfer:
         return self._span
 
     def _wait_for_start(self) -> None:
-        """Block until the move has started; raise the error that kept it from that."""
-        # A forked child has none of the threads, so nobody in it ever ends a move that is under way.
+        """Block until the move has started. Raise its error if it has failed to start."""
+        # A forked child has no threads that could end a move.
         if not self._owner.is_here and not self.done():
             self._owner.check()
         self._started.wait()

@@ -1,14 +1,14 @@
-"""Moves bytes of a copy one step towards their home.
+"""Write-backs: moves of a copy's bytes one step towards their home.
 
-Bytes on the GPU whose home is on NVMe take two steps: first into a slot in RAM, which is dirty from then on, and from
-there to NVMe. All others take one. A write-back only starts its move. The move is a transfer on a queue, and the copy
-notes it in `Copy.unwritten`: the bytes are clean once it has ended well. If it fails, they stay where they are, whole,
+Bytes on the GPU with a home on NVMe take two steps: into a slot in RAM, which is dirty then, and from there to NVMe.
+All others take one. A write-back only starts its move, which is a transfer on a queue. The copy notes it in
+`Copy.unwritten`, and the bytes are clean when it has succeeded. If it fails, the bytes stay whole where they are,
 because a copy keeps its slot while state is written from it (`Copies.evict`).
 
-A move is given two lists of transfers: it `requires` those that bring its bytes, and fails if they do; and it `follows`
-those that still use its target, however they end.
+A move `requires` the transfers that bring its bytes, and fails if they do. It `follows` those that still use its
+target, however they end.
 
-Every method is called with the lock of `Copies` held; `begin` lets go of it while it waits for a slot.
+The caller of each method holds the lock of `Copies`. `begin` releases it while it waits for a slot.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from megatier.tier import Tier
 
 
 class WriteBacks:
-    """Starts the moves that take the bytes of one store's copies home."""
+    """The moves that take the bytes of one store's copies home."""
 
     def __init__(self, copies: Copies, queues: TierQueues, files: BlockFiles | None) -> None:
-        """Take the copies, and what moves their bytes."""
+        """Use these copies, queues and files."""
         self._copies = copies
         self._queues = queues
         self._files = files
 
     def begin(self, copy: Copy, span: Span, *, wait: bool) -> Transfer | None:
-        """Start a write-back of a span with dirty bytes; returns None if none of its bytes are dirty.
+        """Start a write-back of a span with dirty bytes. Return None if none of its bytes are dirty.
 
-        It lets go of the lock while it waits for a slot, if `wait`.
+        With `wait` it releases the lock while it waits for a slot.
         """
         copy.settle()
         marks = copy.unwritten.items()
@@ -46,8 +46,8 @@ class WriteBacks:
         if not unwritten:
             return None
 
-        # If one move under way takes all of it, another one is not needed: bytes that changed after it began would have
-        # a mark of their own.
+        # If one move under way takes all of the span, no other is needed. Bytes that changed later would have a mark of
+        # their own.
         under_way = unwritten[0]
         is_one = len(unwritten) == 1
         if is_one and under_way is not None and not under_way.done():
@@ -55,7 +55,7 @@ class WriteBacks:
         return self._send_home(copy, span, wait=wait)
 
     def _send_home(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
-        """Start moving a span one step towards home. It lets go of the lock while it waits for a slot, if `wait`."""
+        """Start to move a span one step towards home. With `wait` it releases the lock while it waits for a slot."""
         if copy.tier is Tier.GPU:
             transfer = self._copy_down(copy, span, wait=wait)
         elif copy.block.extent is not None:
@@ -63,17 +63,16 @@ class WriteBacks:
         else:
             transfer = self._copy_up(copy, span)
 
-        # An older write-back of these bytes may still be under way. It goes on as a user of the slot, and the new one
-        # decides whether the bytes are clean.
+        # An older write-back of these bytes stays a user of the slot. The new one decides whether the bytes are clean.
         copy.dirty(span)
         assign(copy.unwritten, span, transfer)
 
-        # No slot is free yet. But those who wait for one had nothing to wait for but a wake, and now have a transfer.
+        # No slot is free yet, but threads that wait for one can now wait for this transfer.
         self._copies.wake()
         return transfer
 
     def _write(self, copy: Copy, span: Span) -> Transfer:
-        """Start writing from RAM to NVMe, after an older write of the same bytes and after reads past RAM."""
+        """Start to write from RAM to NVMe, after older writes of the same bytes and reads past RAM."""
         files = self._files
         extent = copy.block.extent
         assert files is not None
@@ -82,7 +81,7 @@ class WriteBacks:
         start, stop = span
         address = address_of(self._copies.view(copy, span), torch.uint8, stop - start)
 
-        # A block's last page is moved whole.
+        # A block's last page is written whole.
         end = extent.padded(stop)
         write = partial(files.write, key, extent, start, end, address)
         requires = copy.arriving(span)
@@ -90,22 +89,22 @@ class WriteBacks:
         return self._queues.submit("ram_to_nvme", key, end - start, write, requires, follows)
 
     def _copy_down(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
-        """Start copying from the GPU to RAM: into the home there, or into a slot.
+        """Start to copy from the GPU to RAM, into the home there or into a slot.
 
-        The copy in the slot is dirty from then on if the block is at home on NVMe.
+        If the block's home is on NVMe, the copy in the slot is dirty then.
         """
         block = copy.block
         key = block.spec.key
 
-        # `place` may wait for a slot without the lock, and this lease keeps others from evicting the copy meanwhile.
+        # `place` may wait for a slot without the lock. The lease keeps others from evicting the copy.
         copy.num_leases += 1
         try:
             below = self._copies.place(block, Tier.RAM, span, wait=wait)
         finally:
             copy.num_leases -= 1
 
-        # Compute made the bytes: in uses that were released before this call, and in work that is enqueued by now. A
-        # move after both of them copies what they wrote.
+        # The bytes come from compute, in uses that were released before and in work that is enqueued now. The move
+        # comes after both.
         compute = [transfer for transfer in copy.in_use() if transfer.queue == "compute"]
         requires = [*copy.arriving(span), *compute, *self._queues.point(key)]
         follows = self._copies.occupants(below)
@@ -115,16 +114,16 @@ class WriteBacks:
         transfer = self._queues.to_ram(key, target, source, requires, follows, queue=queue)
         assign(below.fills, span, transfer)
         if block.extent is not None:
-            below.dirty(span)  # the bytes are one step nearer to home, and not there yet
+            below.dirty(span)  # the bytes are one step nearer to home, but not there yet
         return transfer
 
     def _copy_up(self, copy: Copy, span: Span) -> Transfer:
-        """Start copying from RAM to the home on the GPU."""
+        """Start to copy from RAM to the home on the GPU."""
         key = copy.block.spec.key
         home = copy.block.find(Tier.GPU, span)
         requires = copy.arriving(span)
 
-        # Compute may read the old bytes at home in work that is enqueued by now.
+        # Compute that is enqueued now may still read the old bytes at home.
         follows = [*self._copies.occupants(home), *self._queues.point(key)]
         target = self._copies.view(home, span)
         source = self._copies.view(copy, span)

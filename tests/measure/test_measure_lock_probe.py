@@ -1,4 +1,4 @@
-"""The limit of page-locked RAM, as it is found by trying."""
+"""The limit of pinned RAM, as it is found by trying."""
 
 from __future__ import annotations
 

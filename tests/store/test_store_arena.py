@@ -125,7 +125,7 @@ def test_arena_that_cuda_does_not_page_lock_is_a_capacity_error(monkeypatch: pyt
 
 @pytest.fixture
 def locked_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
-    """So that small arenas are page-locked in several pieces."""
+    """So that small arenas are pinned in several pieces."""
     monkeypatch.setattr("megatier.store.arena.LOCKED_BYTES", 4 * HUGE_PAGE_BYTES)
     if not torch.cuda.is_available():
         check_codes_alone(monkeypatch)

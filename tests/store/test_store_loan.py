@@ -34,7 +34,7 @@ ON_GPU = [pytest.param(("cuda", locked), marks=pytest.mark.gpu) for locked in (N
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredStore]:
     """Blocks with numbers of their own in all tiers, and slots through which those of RAM and NVMe pass.
 
-    In RAM they are page-locked, or pass through rings.
+    In RAM they are pinned, or pass through rings.
     """
     size = round_up(NUM_BYTES)
     device, locked = request.param

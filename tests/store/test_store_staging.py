@@ -1,4 +1,4 @@
-"""What a store page-locks under a limit, and what it does with the rest of RAM."""
+"""What a store pins under a limit, and what it does with the rest of RAM."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_pieces_of_all_rings_are_as_large_as_a_plan_counts() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("locked", [1, 8 * MIB, 24 * MIB])
 def test_store_on_a_gpu_brings_right_bytes_through_rings(locked: int) -> None:
-    """Copies both ways at once, of blocks that are page-locked, that are not, and of one that is in part."""
+    """Copies both ways at once, of blocks that are pinned, that are not, and of one that is in part."""
     size = 3 * MIB + 4097
     with TieredStore.open(gpu=8 * MIB, ram=40 * MIB, device="cuda", locked=locked) as store:
         keys = [f"block{number}" for number in range(12)]

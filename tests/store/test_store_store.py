@@ -77,14 +77,14 @@ class TestNvmeByAnotherEngine(OutsideRam, StoreContract):
 
 
 class TestRamThroughRings(StoreContract):
-    """Nothing is page-locked but the pieces of the rings, of a page each."""
+    """Nothing is pinned but the pieces of the rings, of a page each."""
 
     home = Tier.RAM
     locked = 1
 
 
 class TestNvmeThroughRings(OutsideRam, StoreContract):
-    """The last slot is page-locked, and a part of the one before."""
+    """The last slot is pinned, and a part of the one before."""
 
     home = Tier.NVME
     locked = 64 << 10

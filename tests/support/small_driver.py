@@ -1,4 +1,4 @@
-"""A CUDA driver that page-locks little RAM, as those of WSL and of containers do."""
+"""A CUDA driver that pins little RAM, as those of WSL and of containers do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class SmallDriver:
-    """A stand-in for the CUDA driver, which page-locks a few bytes at once, and so many in all."""
+    """A stand-in for the CUDA driver, which pins a few bytes at once, and so many in all."""
 
     cudaError = SimpleNamespace(success=0)  # noqa: N815 - CUDA's name
 
