@@ -20,7 +20,7 @@ multiples of it."""
 SPARE_PIECES = 2
 """Pieces that are given back once the driver has refused one: torch pins a few bytes too, for inputs."""
 
-REMEDY = "Raise the limit: `ulimit -l unlimited`, `docker run --ulimit memlock=-1`, or more memory in .wslconfig."
+PIN_REMEDY = "Raise the limit: `ulimit -l unlimited`, `docker run --ulimit memlock=-1`, or more memory in .wslconfig."
 """The remedy if the driver pins little."""
 
 

@@ -318,12 +318,12 @@ def _page_lock() -> Check:
     """Pin RAM until the CUDA driver refuses, since no figure of the system tells where it does."""
     # Here, since a GPU was found, so that torch is there and can be loaded.
     from megatier.measure.lock_probe import locked_limit
-    from megatier.page_lock import REMEDY
+    from megatier.page_lock import PIN_REMEDY
 
     limit = locked_limit()
     if limit is None:
         return _ok("pinned RAM", "no limit met")
-    return _warn("pinned RAM", mib(limit), f"The rest of tiers.ram goes through rings, which is slower. {REMEDY}")
+    return _warn("pinned RAM", mib(limit), f"The rest of tiers.ram goes through rings, which is slower. {PIN_REMEDY}")
 
 
 def _memlock() -> Check:

@@ -1,11 +1,11 @@
 """Arenas: the preallocated memory of a tier, and the equal slots that are cut from it.
 
-An arena holds the home copies of a tier's blocks, and the slots through which other blocks pass. It is allocated once,
-as large as planned, with every page touched. It is pinned if a CUDA device reads it, and it never grows.
+An arena has the homes of a tier's blocks, and the slots through which other blocks pass. It is allocated once, at its
+planned size, with every page touched. It is pinned if a CUDA device reads it, and it never grows.
 
-Why it makes a mapping of its own: torch's pinned allocator rounds sizes up to powers of two. Ordinary allocations get
-no huge pages, and then a request is cut into more than the 254 segments that the kernel takes at once, which halves the
-speed of O_DIRECT.
+In RAM it is a mapping of its own, because torch's pinned allocator rounds sizes up to powers of two, and ordinary
+allocations have no huge pages. Without these a request has more than the 254 segments that the kernel takes at once,
+which halves the speed of O_DIRECT.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from megatier.workers import Workers
 
 HUGE_PAGE_BYTES = 2 << 20
 POPULATE_BYTES = 64 << 20
-"""The bytes that one thread touches at a time: few, so that all threads end at about the same time."""
+"""The bytes that one thread touches at a time. They are few, so that all threads end at about the same time."""
 
 Allocate = Callable[[int], torch.Tensor]
-"""Gives uint8 [n] of device memory, which the current stream fills with zeros."""
+"""Allocates uint8 [n] of device memory, which the current stream fills with zeros."""
 
-# Weak, so that a mapping goes with the last view of it.
+# Weak, so that a mapping is freed with its last view.
 _MAPPINGS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 """All mappings of this process."""
 
@@ -46,8 +46,7 @@ _MAPPINGS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 def _keep_mappings() -> None:
     """Keep the mapping objects of a forked child alive for ever.
 
-    The child has no memory at their addresses, or has mapped other memory there since, which they would unmap as they
-    go.
+    The child does not inherit their memory, and may map other memory at their addresses, which they would unmap.
     """
     for mapping in _MAPPINGS:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
@@ -57,7 +56,7 @@ os.register_at_fork(after_in_child=_keep_mappings)
 
 
 class Touching:
-    """Threads that touch every page of new memory with zeros, from its start on."""
+    """Threads that write zeros to every page of new memory, from its start on."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         """Begin with uint8 [n]."""
@@ -75,15 +74,14 @@ class Touching:
             task.result()
 
     def close(self) -> None:
-        """End the threads, and leave what they have not begun."""
+        """End the threads, without the pieces that they have not begun."""
         self._workers.close()
 
 
 class Arena:
     """A contiguous region of bytes on one device.
 
-    `bytes` is all of it, as uint8 [num_bytes], 2 MiB aligned on the CPU. Every other view of the arena is a slice of
-    that.
+    `bytes` is the whole region, uint8 [num_bytes], aligned to 2 MiB on the CPU. All other views are slices of it.
     """
 
     def __init__(
@@ -95,14 +93,14 @@ class Arena:
         allocate: Allocate | None = None,
         finishes: bool = True,
     ) -> None:
-        """Allocate the memory and touch every page. The kernel is asked for huge pages, and may give others.
+        """Allocate the memory and touch every page, with huge pages if the kernel has them.
 
         Args:
             num_bytes: the size, which is rounded up to a page.
             device: "cuda" takes device memory in one allocation, "cpu" a private anonymous mapping.
-            pin: pin an arena on the CPU for the CUDA driver.
-            allocate: gives device memory; None: torch does.
-            finishes: whether to wait for that. Otherwise threads go on with it, until the caller calls `finish`.
+            pin: whether to pin an arena on the CPU for the CUDA driver.
+            allocate: allocates device memory; None: torch does.
+            finishes: whether to wait for the end. Otherwise threads go on until the caller calls `finish`.
 
         Raises:
             CapacityError: the operating system or the driver refused the memory.
@@ -127,10 +125,10 @@ class Arena:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until every page was touched, and pin the memory if that was asked for. Nobody uses it before.
+        """Wait until every page was touched, and pin the memory if that is wanted. The memory is not used before.
 
         Raises:
-            PageLockError: the driver refused. All pages were touched, and `lock_end` may be tried.
+            PageLockError: the driver refused to pin it. All pages were touched, and `lock_end` may be tried.
         """
         if self._touching is None:
             return
@@ -144,7 +142,7 @@ class Arena:
             raise refused
 
     def lock_end(self, first: int) -> int:
-        """Pin the bytes from an offset on, or as much of the end as the driver takes; see `PageLock.add_end`."""
+        """Pin the bytes from an offset on, or as much of the end as the driver allows; see `PageLock.add_end`."""
         self._lock = PageLock(self.address, ())
         return self._lock.add_end(self.address + first, self.num_bytes - first) + first
 
@@ -156,7 +154,7 @@ class Arena:
         """
         pieces = cut_at_addresses(self.address, self.num_bytes, LOCKED_BYTES)
 
-        # Each as soon as it was touched, while the threads go on with the next one.
+        # Pin each piece when it was touched, while threads touch the next one.
         def touched() -> Iterator[tuple[int, int]]:
             for start, stop in pieces:
                 touching.wait(stop)
@@ -174,28 +172,28 @@ class Arena:
         else:
             filled = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
 
-        # The queues copy on other streams, which do not wait for the one that fills.
+        # Queues copy on other streams, which do not wait for this one.
         torch.cuda.synchronize(self._device)
         return filled
 
     def _mapped_bytes(self) -> torch.Tensor:
         """Return a mapping of zeros, and begin to touch each page of it."""
-        # The mapping is private, since the shared one that Python makes by default gets no huge pages.
+        # A private mapping, because shared ones, which are Python's default, have no huge pages.
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=private)
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
-        # A forked child (a worker of a DataLoader) does not get it. Else the fork would mark every page, and whichever
-        # process writes first would get a copy of it. Then the driver would use other pages than the tensors show.
+        # A forked child (a worker of a DataLoader) does not inherit it. Otherwise pages would be copied on write, and
+        # the driver would use other pages than the tensors.
         mapping.madvise(mmap.MADV_DONTFORK)
         _MAPPINGS.add(mapping)
         self._mapping = mapping
 
-        # np.frombuffer holds the mapping, so that it outlives every view. torch.frombuffer would not hold it.
+        # np.frombuffer keeps the mapping alive as long as any view, which torch.frombuffer would not.
         whole = np.frombuffer(mapping, dtype=np.uint8)
         skip = -whole.ctypes.data % HUGE_PAGE_BYTES
 
-        # The mapping is cut before torch sees it, since torch asks the start of the storage whether a tensor is pinned.
+        # Cut before torch sees it, because torch asks the start of a storage whether it is pinned.
         aligned = whole[skip : skip + self.num_bytes]
         used = torch.from_numpy(aligned)
         self._touching = Touching(used)
@@ -203,18 +201,18 @@ class Arena:
 
     @property
     def pinned(self) -> bool:
-        """Whether memory is pinned, so that copies from and to a CUDA device run asynchronously."""
+        """Whether the memory is pinned, so that copies from and to a CUDA device are asynchronous."""
         return self._lock is not None
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8 [num_bytes] at a byte offset."""
-        assert not self._is_lent, "whoever lends the memory asks for none of it"
+        assert not self._is_lent, "lent memory must not be used"
         return self.bytes[offset : offset + num_bytes]
 
     def lend(self) -> None:
-        """Give the memory back to the device, or to the system. Its bytes are lost; views have none until it is back.
+        """Give the memory back to the device or system. Its bytes are lost, and views are empty until it is back.
 
-        Nothing may use it, and it is not pinned.
+        It must not be in use, and not pinned.
         """
         self._is_lent = True
         if self._mapping is not None:
@@ -222,22 +220,22 @@ class Arena:
             return
         storage = self.bytes.untyped_storage()
         if storage.resizable():
-            # The storage stays, so that all views are views of the new memory once it has some again.
+            # The storage object stays, so that all views show the new memory later.
             storage.resize_(0)
         else:
-            # What other GPUs could read is not torch's own. It goes with its last view, which is this one.
+            # Symmetric memory is freed with its last view, which is this one.
             self.bytes = self.bytes.new_empty(0)
         torch.cuda.empty_cache()
 
     def take_back(self) -> None:
-        """Take the memory again, maybe at another address.
+        """Take the memory back, perhaps at another address.
 
         Raises:
-            CapacityError: others have it still.
-            MegatierError: on another rank they have.
+            CapacityError: others still use it.
+            MegatierError: others still use that of another rank.
         """
         if self._mapping is None:
-            # What torch keeps for others who are through with it is not of one piece.
+            # Memory that torch caches may be fragmented.
             torch.cuda.empty_cache()
             try:
                 if self.bytes.numel():
@@ -262,26 +260,26 @@ class Arena:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Slot:
-    """A reusable piece of an arena."""
+    """A reusable piece of an arena, for one copy at a time."""
 
     offset: int
     """The offset of its first byte in the arena."""
     num_bytes: int
     """Its size."""
     pool: SlotPool
-    """The pool that it goes back to."""
+    """The pool of the slot."""
     pending: list[Transfer] = field(default_factory=list)
-    """Moves of its last user that may still read or write it. The next move into it waits for them."""
+    """Moves of its last copy that may still use it. The next move into the slot waits for them."""
 
 
 class SlotPool:
-    """Equal slots, in the order in which they were given back.
+    """Equal slots, in the order in which they were freed.
 
-    The slot that was free for longest is taken next, since the moves in its `pending` have most likely ended.
+    The slot that has been free for longest is taken next, because its pending moves have most likely ended.
     """
 
     def __init__(self, offset: int, slot_bytes: int, num_slots: int) -> None:
-        """Cut num_slots pieces of slot_bytes, page aligned, from `offset` on."""
+        """Cut num_slots slots of slot_bytes, page aligned, from `offset` on."""
         self.slot_bytes = round_up(slot_bytes)
         """The size of each slot, in whole pages."""
         self.num_slots = num_slots
@@ -290,10 +288,10 @@ class SlotPool:
         self.free_all()
 
     def free_all(self) -> None:
-        """Make all slots free, also those that copies have. Nothing may move in them any more."""
+        """Free all slots, even those of copies. No moves may use them any more."""
         self._free: deque[Slot] = deque()
         for number in range(self.num_slots):
-            # New slots wait for nothing: what moved in the old ones is over.
+            # The moves in the old slots have ended.
             slot = Slot(
                 offset=self._offset + number * self.slot_bytes,
                 num_bytes=self.slot_bytes,
@@ -303,14 +301,14 @@ class SlotPool:
 
     @property
     def num_free(self) -> int:
-        """The number of slots that no copy has."""
+        """The number of free slots."""
         return len(self._free)
 
     def take(self) -> Slot | None:
-        """Return the slot that was free for longest, or None."""
+        """Return the slot that has been free for longest, or None."""
         return self._free.popleft() if self._free else None
 
     def give(self, slot: Slot, pending: list[Transfer]) -> None:
-        """Take a slot back. Its bytes may change only after the moves in `pending` have ended."""
+        """Free a slot. Its bytes may change only after the moves in `pending` have ended."""
         slot.pending = pending
         self._free.append(slot)

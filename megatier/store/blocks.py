@@ -1,9 +1,9 @@
-"""Registers the blocks of a store by their keys, and checks the spans of them that are asked for.
+"""The registered blocks of a store by their keys, and the check of spans.
 
-A span of a block at home on NVMe starts where a granule does, and ends with one or with the block, because every
-granule has one checksum.
+A span of a block at home on NVMe begins and ends at granules, or at the end of the block, because every granule has one
+checksum.
 
-Every method is called with the lock of `Copies` held.
+The caller of each method holds the lock of `Copies`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ class Blocks:
     """The registered blocks of one store."""
 
     def __init__(self, reservation: Reservation, files: BlockFiles | None) -> None:
-        """Take the reservation in which homes are set aside, and the files for those on NVMe."""
+        """Begin without blocks. Homes come from the reservation, and on NVMe from the files."""
         self._reservation = reservation
         self._files = files
         self.by_key: dict[str, Block] = {}
-        """Every block."""
+        """All blocks by their keys."""
         self.extents: dict[str, Extent] = {}
-        """The place of each block that is at home on NVMe, by its key."""
+        """The extent of each block that is at home on NVMe, by key."""
 
     def add(self, spec: BlockSpec) -> None:
-        """Add a block, and set its home aside.
+        """Add a block, and reserve its home.
 
         Raises:
             CapacityError: the home tier's budget is used up.
-            BlockError: the key exists, or its size is no whole number of bytes, at least 1, of which `elsewhere` are a
-                part.
+            BlockError: the key exists, or the sizes are not valid.
         """
         if spec.key in self.by_key:
             raise BlockError(f"block {spec.key} is registered already. Give each block a key of its own.")
@@ -45,7 +44,7 @@ class Blocks:
         if not are_whole or size < 1 or not 0 <= elsewhere <= size:
             raise BlockError(f"block {spec.key} has {size!r} bytes, {elsewhere!r} elsewhere. Give it 1 at least.")
 
-        # A scratch block has no home: its bytes are in slots and in no other place.
+        # A scratch block has no home, so its bytes are only in slots.
         block = Block(spec=spec)
         if spec.home is Tier.NVME:
             if self._files is None:
@@ -54,7 +53,7 @@ class Blocks:
             self.extents[spec.key] = block.extent
             self._reservation.reserve_home(spec, Tier.NVME)
         elif spec.home is not None:
-            # A home has all bytes of its block, and they are valid: an arena is full of zeros.
+            # A new arena is filled with zeros, so all bytes of a home are valid.
             home = Copy(
                 block=block,
                 tier=spec.home,
@@ -63,14 +62,15 @@ class Blocks:
                 fills={block.whole: None},
             )
             block.copies.append(home)
-        # Last, so that a block whose home was refused is not registered.
+
+        # Last, so that a block without room for its home is not registered.
         self.by_key[spec.key] = block
 
     def find(self, key: str) -> Block:
-        """Return the block of a key.
+        """Return the block with a key.
 
         Raises:
-            BlockNotFoundError: no block was registered under it.
+            BlockNotFoundError: there is no such block.
         """
         try:
             return self.by_key[key]
@@ -78,10 +78,10 @@ class Blocks:
             raise BlockNotFoundError(f"no block {key!r} is registered.") from None
 
     def span(self, key: str, span: Span | None) -> tuple[Block, Span]:
-        """Return a block, and the span of it that a caller means: all of it if none is given.
+        """Return a block and the given span of it, which is the whole block if it is None.
 
         Raises:
-            BlockNotFoundError: no block was registered under the key.
+            BlockNotFoundError: there is no such block.
             SpanError: the span is not within the block, or cuts a granule.
         """
         block = self.find(key)
@@ -91,7 +91,7 @@ class Blocks:
         if self._files is not None and block.extent is not None:
             granule = self._files.options.granule_bytes
 
-        # The last granule may be cut by the end of the block, and by nothing else.
+        # Only the end of the block may cut a granule.
         is_inside = 0 <= start < stop <= size
         starts_well = start % granule == 0
         ends_well = stop % granule == 0 or stop == size

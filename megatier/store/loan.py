@@ -1,9 +1,9 @@
-"""Lends the memory of the gpu tier to others, and takes it back with all that was at home there.
+"""The loan of the gpu tier's memory to others, such as an engine that generates text.
 
-While it is lent, state at home on the GPU lies in RAM outside of the budgets. That copy stays the valid one until the
-last of it is back, so whatever ends either way early loses nothing: `take_back` can be called again.
+While the memory is lent, state at home on the GPU is in RAM, outside of the budgets. That copy stays the valid one
+until all of it is back. So an error on either way loses nothing, and `take_back` can be called again.
 
-Threads: that of the caller alone, which has drained the queues. Nobody leases or moves bytes of the tier meanwhile.
+Threads: only the caller's, which has drained the queues. Meanwhile no bytes of the tier are leased or moved.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier, round_up
 
 Place = tuple[int, int, int]
-"""Where a block is at home in the arena, where it lies in RAM meanwhile, and its bytes."""
+"""The offset of a block's home in the arena, its offset in RAM meanwhile, and its size."""
 
 
 class Loan:
-    """The memory of one store's gpu tier, which others may use for a while."""
+    """The loan of one store's gpu tier."""
 
     def __init__(self, blocks: Blocks, copies: Copies, reservation: Reservation, queues: TierQueues) -> None:
-        """Lend nothing yet."""
+        """Begin without a loan."""
         self._blocks = blocks
         self._copies = copies
         self._reservation = reservation
         self._queues = queues
         self._ram: Arena | None = None
-        """Room for the state at home on the GPU. It is kept for the next time, since pinning it takes seconds."""
+        """Room in RAM for the state at home on the GPU. It is kept, because pinning it takes seconds."""
         self._places: dict[str, Place] = {}
-        """The blocks whose state is in RAM alone, by key."""
+        """By key, the blocks whose state is only in RAM."""
         self.is_lent = False
-        """Whether the memory is lent, so that no byte of the tier may be asked for."""
+        """Whether the memory is lent, so that no bytes of the tier may be used."""
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of state that are in RAM alone, while the memory is lent."""
+        """The bytes of state that are only in RAM while the memory is lent."""
         return sum(num_bytes for _, _, num_bytes in self._places.values())
 
     def lend(self, agreed: contextlib.AbstractContextManager[object] | None = None) -> None:
         """Write the state at home on the GPU to RAM, and give the memory of the tier back to the device.
 
         Args:
-            agreed: surrounds what may fail; ranks agree in it, so that all of them lend or none does.
+            agreed: a context for the steps that may fail, in which ranks agree that all of them lend or none does.
 
         Raises:
-            CapacityError: RAM has no room for that state. Nothing was changed.
+            CapacityError: RAM has no room for that state. Nothing has changed.
             LeaseHeldError, DirtyBlockError: bytes of the tier are in use, or not home yet.
         """
         with agreed or contextlib.nullcontext():
@@ -64,23 +64,24 @@ class Loan:
                 self._copies.empty(Tier.GPU)
             places = self._homes()
             self._reserve(places)
-            self._settle()  # slots that were given back, which the CPU overwrites
+            self._settle()  # without CUDA, freed slots are being overwritten
             self._copy(places, to_ram=True)
 
-        # In this order: an interrupt in between leaves memory that is lent in name alone, and `take_back` copies into
-        # it what it has anyway.
+        # After an interrupt between these lines the memory is not lent yet, and `take_back` copies the same bytes
+        # again.
         self._places = places
         self.is_lent = True
         self._reservation.lend(Tier.GPU)
 
     def check_ram(self) -> None:
-        """Refuse to lend if RAM has no room for the state at home on the GPU, as it is now.
+        """Check that RAM has room for the state at home on the GPU.
 
         Raises:
-            CapacityError: it has none.
+            CapacityError: it has not.
         """
         needed = sum(round_up(num_bytes) for _, _, num_bytes in self._homes().values())
-        # Asked before: the kernel gives out more than there is, and ends a process that then uses it.
+
+        # The kernel would grant more memory than there is, and kill the process when it uses that.
         free = ram_available_bytes()
         if self._ram is None and needed > free:
             raise CapacityError(
@@ -91,10 +92,10 @@ class Loan:
             )
 
     def take_back(self) -> None:
-        """Take the memory again, with the state that was at home there. If it is not lent, this does nothing.
+        """Take the memory back, with the state that was at home there. Without a loan this does nothing.
 
         Raises:
-            CapacityError: others still have the memory. The state is safe in RAM, and this may be called again.
+            CapacityError: others still use the memory. The state is safe in RAM, and this may be called again.
         """
         if not self.is_lent:
             return
@@ -111,7 +112,7 @@ class Loan:
         return self._ram.view(offset, num_bytes)
 
     def close(self) -> None:
-        """Give the room in RAM back. State in it is lost, as all state is where the store closes."""
+        """Free the room in RAM. State in it is lost, as is all state when the store closes."""
         self.is_lent = False
         self._places = {}
         if self._ram is not None:
@@ -119,11 +120,11 @@ class Loan:
             self._ram = None
 
     def _homes(self) -> dict[str, Place]:
-        """Return where all state at home on the GPU lies, and where it will lie in RAM."""
+        """Return the places of all state at home on the GPU, there and in RAM."""
         places = {}
         offset = 0
         for key, block in self._blocks.by_key.items():
-            # Between two steps nobody wants gradients.
+            # Between two steps gradients are not needed.
             if block.spec.home is Tier.GPU and block.spec.kind is not Kind.GRAD:
                 (home,) = [copy for copy in block.on(Tier.GPU) if copy.slot is None]
                 places[key] = home.offset, offset, block.spec.num_bytes
@@ -131,7 +132,7 @@ class Loan:
         return places
 
     def _reserve(self, places: dict[str, Place]) -> None:
-        """Take room in RAM, unless it was taken before."""
+        """Allocate the room in RAM, unless it is there already."""
         needed = sum(round_up(num_bytes) for _, _, num_bytes in places.values())
         if self._ram is not None or not needed:
             return
@@ -148,13 +149,14 @@ class Loan:
             kept = self._ram.view(in_ram, num_bytes)
             target, source = (kept, home) if to_ram else (home, kept)
             work = partial(self._queues.copy, queue, target, source)
-            # Counted as 0 bytes, since they belong to no step.
+
+            # 0 bytes are counted, because these belong to no step.
             transfers.append(self._queues.submit(queue, key, 0, work))
         for transfer in transfers:
             transfer.wait()
 
     def _settle(self) -> None:
-        """Wait until nothing moves, and nothing computes on the device."""
+        """Wait for all queues and for the device."""
         for queue in self._queues.queues.values():
             queue.settle()
         if self._queues.clock is not None:

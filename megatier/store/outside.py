@@ -1,13 +1,13 @@
-"""Moves bytes between the homes of blocks and memory that is not the store's.
+"""Moves between the homes of blocks and memory outside of the store.
 
-Activations that are offloaded go from tensors of compute to blocks in RAM or on NVMe, and back. Checkpoints read blocks
-into buffers of their own. Such a move needs no lease: the home is never evicted, and the caller keeps the other memory.
+Offloaded activations move from tensors of compute to blocks in RAM or on NVMe, and back. Checkpoints read blocks into
+their own buffers. Such a move needs no lease, because homes are never evicted and the caller keeps the other memory.
 
-An activation on NVMe passes through slots in RAM, segment by segment. No copy of the block is made of them: nobody else
-looks at these bytes, and if a move fails they are lost with their step. So a slot is given back as soon as the moves
-through it are submitted. The next moves into it come after them (`Slot.pending`), and nobody waits for a slot.
+An activation on NVMe passes through slots in RAM, segment by segment. The block gets no copy there, because nobody else
+uses these bytes, and if a move fails they are lost with their step. So a slot is free as soon as the moves through it
+are submitted. The next moves into it follow them (`Slot.pending`), and no thread waits for a slot.
 
-Every method is called with the lock of `Copies` held.
+The caller of each method holds the lock of `Copies`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatier.tier import Tier, round_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Segment:
-    """A run of a tensor's bytes, on its way through a slot in RAM between the GPU and NVMe."""
+    """A run of a tensor's bytes that passes through a slot in RAM between the GPU and NVMe."""
 
     on_gpu: torch.Tensor
     """Its bytes on the GPU."""
@@ -45,16 +45,16 @@ class _Segment:
     address: int
     """The first byte of the slot in RAM."""
     span: Span
-    """The bytes of the block that it is on NVMe: whole granules, so there may be more of them."""
+    """The bytes of the block on NVMe. They are whole granules, so there may be more of them."""
 
 
 class Outside:
-    """Starts moves between homes and memory outside of the store."""
+    """The moves between homes and memory outside of the store."""
 
     def __init__(
         self, blocks: Blocks, copies: Copies, reservation: Reservation, queues: TierQueues, files: BlockFiles | None
     ) -> None:
-        """Take the blocks and copies, the slots, and what moves their bytes."""
+        """Use these parts of the store."""
         self._blocks = blocks
         self._copies = copies
         self._reservation = reservation
@@ -62,17 +62,17 @@ class Outside:
         self._files = files
 
     def push(self, key: str, tensor: torch.Tensor, start: int) -> Transfer:
-        """Start moving a contiguous tensor on the gpu device home: to ram or, through slots there, to NVMe.
+        """Start to move a contiguous tensor on the gpu device home: to ram or, through slots there, to NVMe.
 
-        The tensor may be freed at once: its memory is not given to others before it has left the gpu.
+        The caller may free the tensor at once, because its memory is not reused before it has left the gpu.
 
         Args:
-            key: the block.
-            tensor: its bytes go to the block from `start` on.
-            start: on NVMe, where a granule starts. What is moved there ends with a granule or with the block.
+            key: the key of the block.
+            tensor: the bytes for the block from `start` on.
+            start: a byte of the block; on NVMe the start of a granule.
 
         Returns:
-            The transfer after which the tensor has left the gpu. If it does not come home, `pull` says so.
+            The transfer after which the tensor has left the gpu. If it does not get home, `pull` raises.
         """
         block = self._blocks.find(key)
         if block.extent is not None:
@@ -82,19 +82,19 @@ class Outside:
         span = start, start + outside.numel()
         home, inside = self._home(key, span)
 
-        # Compute that is enqueued by now makes the tensor.
+        # Compute that is enqueued by now fills the tensor.
         follows = [*home.in_use(), *self._queues.point(key)]
         transfer = self._queues.to_ram(key, inside, outside, (), follows)
 
-        # The bytes of the home are valid once the copy has ended: a `pull` of them comes after it.
+        # The home is valid when the copy has ended, so a `pull` comes after it.
         assign(home.fills, span, transfer)
         return transfer
 
     def pull(self, key: str, tensor: torch.Tensor, start: int) -> Transfer:
-        """Start moving what `push` took, from `start` on, into a contiguous tensor on the gpu device.
+        """Start to move pushed bytes, from `start` on, into a contiguous tensor on the gpu device.
 
         Returns:
-            The transfer after which it is there. It fails if any move of it failed, also on its way home.
+            The transfer after which the tensor is filled. It fails if any move of the bytes has failed, home or back.
         """
         block = self._blocks.find(key)
         if block.extent is not None:
@@ -104,25 +104,25 @@ class Outside:
         span = start, start + outside.numel()
         home, inside = self._home(key, span)
 
-        # Compute that is enqueued by now may still use the memory that the tensor has.
+        # Compute that is enqueued by now may still use the memory of the tensor.
         requires = home.arriving(span)
         follows = [*home.in_use(), *self._queues.point(key)]
         transfer = self._queues.to_gpu(key, outside, inside, requires, follows)
 
-        # The copy reads the home: the next `push` into it comes after this.
+        # The copy reads the home, so the next `push` comes after it.
         home.use(transfer)
         return transfer
 
     def copy_out(self, block: Block, span: Span, target: torch.Tensor) -> Transfer:
-        """Start copying bytes from a home on the GPU or on NVMe to RAM outside of the store.
+        """Start to copy bytes from a home on the GPU or on NVMe to RAM outside of the store.
 
-        `moved_bytes` does not count them, since they belong to no step.
+        `moved_bytes` does not count them, because they belong to no step.
 
         Args:
-            block: a block whose write-backs are settled. Nobody may change the span before the transfer is over.
+            block: a block whose write-backs are settled. The span must not change before the transfer is over.
             span: bytes of the block.
-            target: uint8 on the CPU, page aligned, as long as the span in whole pages. The caller keeps it until the
-                transfer is over.
+            target: uint8 on the CPU, page aligned, as long as the span in whole pages. Keep it until the transfer is
+                over.
         """
         key = block.spec.key
         start, stop = span
@@ -133,7 +133,7 @@ class Outside:
             read = partial(self._files.read, key, extent, start, end, address)
             return self._queues.submit("nvme_to_ram", key, 0, read)
 
-        # Copies of `state_to_ram` let those pass that compute waits for.
+        # Copies on `state_to_ram` yield to those for which compute waits.
         home = block.find(Tier.GPU, span)
         source = self._copies.view(home, span)
         work = partial(self._queues.copy, "state_to_ram", target[: stop - start], source)
@@ -142,7 +142,7 @@ class Outside:
         return transfer
 
     def _push_through(self, block: Block, extent: Extent, tensor: torch.Tensor, start: int) -> Transfer:
-        """Start moving a tensor to NVMe through slots in RAM; returns the last copy to RAM."""
+        """Start to move a tensor to NVMe through slots in RAM. Return the last copy to RAM."""
         files = self._files
         assert files is not None
         key = block.spec.key
@@ -155,19 +155,19 @@ class Outside:
             follows = [*slot.pending, *point]
             copied = [self._queues.to_ram(key, segment.in_ram, segment.on_gpu, (), follows)]
 
-            # An older step that was given up may still move these bytes of the extent, however that ends.
+            # A step that was given up may still move these bytes of the extent.
             older = _last_moves(block, segment.span)
             write = partial(files.write, key, extent, first, stop, segment.address)
             written = self._queues.submit("ram_to_nvme", key, stop - first, write, copied, older)
             assign(block.outside, segment.span, written)
 
-            # The write comes after the copy into the slot, so it is the last of the two to end.
+            # The write ends after the copy into the slot.
             slot.pool.give(slot, [written])
 
         return copied[-1]
 
     def _pull_through(self, block: Block, extent: Extent, tensor: torch.Tensor, start: int) -> Transfer:
-        """Start moving bytes from NVMe to a tensor through slots in RAM; returns the last copy from RAM."""
+        """Start to move bytes from NVMe to a tensor through slots in RAM. Return the last copy from RAM."""
         files = self._files
         assert files is not None
         key = block.spec.key
@@ -178,13 +178,13 @@ class Outside:
             first, stop = segment.span
             slot = segment.slot
 
-            # The bytes are on NVMe once the write has ended well, so the read fails if that failed.
+            # The read fails if the write of its bytes has failed.
             written = _last_moves(block, segment.span)
             fill = partial(files.read, key, extent, first, stop, segment.address)
             read = self._queues.submit("nvme_to_ram", key, stop - first, fill, written, slot.pending)
             assign(block.outside, segment.span, read)
 
-            # The copy before is required too: a wait for the last segment raises the error of any other.
+            # The copy before is required too, so that a wait for the last one raises the error of any.
             requires = [read, *copied]
             copied = [self._queues.to_gpu(key, segment.on_gpu, segment.in_ram, requires, point)]
             slot.pool.give(slot, copied)
@@ -192,7 +192,7 @@ class Outside:
         return copied[-1]
 
     def _segments(self, block: Block, extent: Extent, tensor: torch.Tensor, start: int) -> Iterator[_Segment]:
-        """Cut a tensor into segments that fit into slots in RAM, and take a slot for each. The caller gives it back."""
+        """Yield segments of a tensor that fit into slots in RAM, each with a slot that the caller gives back."""
         outside = _bytes_of(tensor)
         assert self._files is not None
         spec = block.spec
@@ -201,7 +201,7 @@ class Outside:
         if start % granule or end > spec.num_bytes:
             raise SpanError(spec.key, (start, end), spec.num_bytes, granule)
 
-        # A segment is whole granules, unless a single one has all of the block.
+        # A segment has whole granules, unless a single one has the whole block.
         step = self._reservation.slot_bytes(Tier.RAM, spec)
         if step < extent.num_bytes:
             step = step // granule * granule
@@ -236,7 +236,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _last_moves(block: Block, wanted: Span) -> list[Transfer]:
-    """Return the last moves between a part of a block on NVMe and memory outside; some may have ended."""
+    """Return the last moves between a part of a block on NVMe and memory outside. Some may have ended."""
     moves = []
     for span, move in block.outside.items():
         if move is not None and overlap(span, wanted):

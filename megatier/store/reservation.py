@@ -1,7 +1,7 @@
-"""Sets bytes of gpu and ram aside before anything is allocated, and makes arenas of them.
+"""The reservation of bytes of gpu and ram before anything is allocated, and the arenas that are made of them.
 
-In a tier's arena the homes come first, and then the slots of each kind of block. Everything is counted against the
-tier's budget when it is asked for, and allocated once. Every method is called with the store's lock held.
+In a tier's arena the homes come first, and then the slots of each kind of block. All bytes count in the tier's budget
+when they are reserved, and are allocated once. The caller of each method holds the store's lock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatier.store.tier_queues import AWAITED
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 _PoolKey = tuple[Tier, Kind | None]
-"""The tier of slots, and the kind of their blocks; None: all kinds that have no slots of their own."""
+"""The tier of slots, and the kind of their blocks; None: all kinds without slots of their own."""
 
 
 class Reservation:
@@ -29,12 +29,12 @@ class Reservation:
     def __init__(
         self, budgets: Mapping[Tier, int], allocate: Allocate | None = None, locked_bytes: int | None = None
     ) -> None:
-        """Take the budgets.
+        """Begin with nothing reserved.
 
         Args:
-            budgets: bytes per tier. Those on NVMe are only counted here; `BlockFiles` reserves them.
-            allocate: gives the memory of the gpu tier on a CUDA device; None: torch does.
-            locked_bytes: the most RAM to pin; None: as much as the driver takes.
+            budgets: bytes of each tier. Those on NVMe are only counted here; `BlockFiles` reserves them.
+            allocate: allocates the gpu tier on a CUDA device; None: torch does.
+            locked_bytes: the most RAM to pin; None: as much as the driver allows.
         """
         self._locked_bytes = locked_bytes
         self._budgets = dict(budgets)
@@ -42,14 +42,14 @@ class Reservation:
         self._homes: Counter[tuple[Tier, Kind]] = Counter()
         """The bytes at home in each tier, by kind."""
         self._awaited_bytes = 0
-        """The bytes at home in RAM of kinds that compute waits for."""
+        """The bytes at home in RAM of the kinds for which compute waits."""
         self._wanted: dict[_PoolKey, tuple[int, int]] = {}
-        """The size and the number of the slots that were asked for."""
+        """The size and number of the reserved slots."""
         self._pools: dict[_PoolKey, SlotPool] = {}
         self._arenas: dict[Tier, Arena] = {}
 
     def reserve_home(self, spec: BlockSpec, tier: Tier) -> int:
-        """Set the home of a block aside; return its offset in the tier's arena, for `view`.
+        """Reserve the home of a block. Return its offset in the tier's arena, for `view`.
 
         Raises:
             CapacityError: the budget is used up.
@@ -57,22 +57,21 @@ class Reservation:
         size = round_up(spec.num_bytes) - spec.elsewhere
         self._check_budget(tier, size)
 
-        # Homes lie in the order in which they are asked for. The offset holds although the arena does not exist yet,
-        # because nothing is put in front of them later.
+        # Homes are in the order of reservation, from the start of the arena, so the offset is final.
         offset = self._home_bytes(tier)
         self._homes[tier, spec.kind] += size
         if tier is not Tier.RAM:
             return offset
 
-        # In RAM, those that compute waits for lie behind all others, so that they are pinned before them. How far
-        # behind is not known yet, so they are counted from their end.
+        # In RAM the homes for which compute waits are behind all others, so that they are pinned first. Their offsets
+        # count from the end of all homes, because the start is not known yet.
         if spec.kind not in AWAITED:
             return offset - self._awaited_bytes
         self._awaited_bytes += size
         return -self._awaited_bytes
 
     def reserve_slots(self, tier: Tier, kind: Kind | None, slot_bytes: int, num_slots: int) -> None:
-        """Set slots aside. Those of kind None serve all kinds that have no slots of their own.
+        """Reserve slots. Those of kind None are for all kinds without slots of their own.
 
         Raises:
             CapacityError: the budget is used up.
@@ -83,12 +82,12 @@ class Reservation:
         self._wanted[tier, kind] = slot_bytes, num_slots
 
     def reserve_default_slots(self, specs: Sequence[BlockSpec]) -> None:
-        """Make the rest of each tier's budget slots for the blocks that pass, if nobody has asked for slots there."""
+        """In each tier without reserved slots, make slots of the rest of its budget, for the blocks that pass."""
         for tier in (Tier.GPU, Tier.RAM):
             self._default_slots(tier, [spec.num_bytes for spec in specs if spec.home is not tier])
 
     def _default_slots(self, tier: Tier, passing: Sequence[int]) -> None:
-        """Make the rest of a tier's budget slots for blocks of these sizes."""
+        """Make slots of the rest of a tier's budget, for blocks of these sizes."""
         has_slots = any(other is tier for other, _ in self._wanted)
         if not passing or has_slots:
             return
@@ -97,11 +96,11 @@ class Reservation:
         if not room:
             return
 
-        # The slots are as large as the largest block that fits. A block that is larger passes in spans.
+        # Slots are as large as the largest block that fits. Larger blocks pass in spans.
         sizes = [round_up(size) for size in passing]
         largest = max((size for size in sizes if size <= room), default=room)
 
-        # More slots than blocks would never be in use at once.
+        # More slots than blocks would stay empty.
         num_slots = min(len(passing), room // largest)
         self._wanted[tier, None] = largest, num_slots
 
@@ -109,11 +108,11 @@ class Reservation:
         """Cut the slots and allocate the arenas.
 
         Args:
-            device: that of the gpu tier.
+            device: the device of the gpu tier.
             clock: its clock, if it is a CUDA device.
 
         Returns:
-            What takes bytes between the GPU and RAM that is not pinned; None: all of RAM is.
+            The rings for RAM that is not pinned; None: all of RAM is pinned.
 
         Raises:
             CapacityError: the system has less memory than the budgets say.
@@ -122,7 +121,7 @@ class Reservation:
         with ExitStack() as undone:
             undone.callback(self.close)
 
-            # RAM first: threads touch its pages while the GPU's memory is allocated.
+            # RAM first, because threads touch its pages while the GPU's memory is allocated.
             for tier in (Tier.RAM, Tier.GPU):
                 self._begin(tier, device)
             is_refused = False
@@ -130,7 +129,7 @@ class Reservation:
                 try:
                     arena.finish()
                 except PageLockError:
-                    # No error: bytes of RAM that is not pinned pass through rings.
+                    # RAM that is not pinned is copied through rings.
                     is_refused = True
 
             ram = self._arenas.get(Tier.RAM)
@@ -142,11 +141,11 @@ class Reservation:
         return staging
 
     def _is_short_of_locks(self, num_bytes: int) -> bool:
-        """Return whether an arena of this size in RAM has more than may be pinned."""
+        """Return whether an arena of this size in RAM is larger than the limit of pinned RAM."""
         return self._locked_bytes is not None and self._locked_bytes < num_bytes
 
     def _lock_end(self, ram: Arena, staging: Staging) -> None:
-        """Pin what the rings leave of the limit: the slots, which lie at the end, and then homes."""
+        """Pin what the rings leave of the limit, from the end of the arena: first slots, then homes."""
         first = 0
         if self._locked_bytes is not None:
             left = max(0, self._locked_bytes - staging.num_bytes)
@@ -158,7 +157,7 @@ class Reservation:
 
     def _begin(self, tier: Tier, device: torch.device) -> None:
         """Cut the slots of a tier, and begin its arena."""
-        # The homes lie at the offsets that `reserve_home` gave, so the slots come after them.
+        # Homes have the offsets from `reserve_home`, so slots come after them.
         end = self._home_bytes(tier)
         for (pool_tier, kind), (slot_bytes, num_slots) in self._wanted.items():
             if pool_tier is tier:
@@ -172,19 +171,19 @@ class Reservation:
                 device if tier is Tier.GPU else torch.device("cpu"),
                 pin=device.type == "cuda" and tier is Tier.RAM and not self._is_short_of_locks(end),
                 allocate=self._allocate,
-                # Both arenas are begun before either one is waited for (`allocate`).
+                # `allocate` begins both arenas before it waits for either.
                 finishes=False,
             )
 
     def pool(self, tier: Tier, spec: BlockSpec, num_bytes: int) -> SlotPool:
-        """Return the slots through which a block's bytes pass: those of its kind, or else those of all other kinds.
+        """Return the slots for a block: those of its kind, or else those for all other kinds.
 
         Raises:
             CapacityError: there are no such slots, or they are smaller than num_bytes.
         """
         pool = self._pools.get((tier, spec.kind)) or self._pools.get((tier, None))
 
-        # A pool without slots would let its blocks wait for ever, so it counts as one whose slots are too small.
+        # With a pool without slots a block would wait for ever, so it counts as too small.
         slot_bytes = pool.slot_bytes if pool is not None and pool.num_slots else 0
         if pool is None or slot_bytes < num_bytes:
             remedy = (
@@ -194,12 +193,12 @@ class Reservation:
         return pool
 
     def free_all(self) -> None:
-        """Make all slots free, also those that copies have. Nothing may move in them any more."""
+        """Free all slots, even those of copies. No moves may use them any more."""
         for pool in self._pools.values():
             pool.free_all()
 
     def slot_bytes(self, tier: Tier, spec: BlockSpec) -> int:
-        """Return the size of the slots through which a block's bytes pass.
+        """Return the size of the slots for a block.
 
         Raises:
             CapacityError: there are no such slots.
@@ -207,10 +206,10 @@ class Reservation:
         return self.pool(tier, spec, 1).slot_bytes
 
     def view(self, tier: Tier, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return uint8 [num_bytes] at an offset in a tier's arena; below 0, it counts from the end of all homes.
+        """Return uint8 [num_bytes] at an offset in a tier's arena. Below 0 it counts from the end of all homes.
 
         Raises:
-            ClosedError: the arenas were dropped.
+            ClosedError: the store is closed.
         """
         arena = self._arenas.get(tier)
         if arena is None:
@@ -224,7 +223,7 @@ class Reservation:
             self._arenas[tier].lend()
 
     def take_back(self, tier: Tier) -> None:
-        """Take the memory of a tier again; see `Arena.take_back`."""
+        """Take the memory of a tier back; see `Arena.take_back`."""
         if tier in self._arenas:
             self._arenas[tier].take_back()
 
@@ -234,13 +233,13 @@ class Reservation:
         return kinds | {"slots": self._slot_bytes(tier), "budget": self._budgets[tier]}
 
     def close(self) -> None:
-        """Unlock and drop the arenas. Nothing may move any more."""
+        """Unpin and drop the arenas. Nothing may move any more."""
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
 
     def _check_budget(self, tier: Tier, num_bytes: int) -> None:
-        """Refuse bytes that the budget of a tier has no room for."""
+        """Raise a CapacityError if the budget of a tier has no room for so many bytes."""
         taken = self._home_bytes(tier) + self._slot_bytes(tier)
         free = self._budgets[tier] - taken
         if num_bytes > free:

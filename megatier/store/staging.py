@@ -1,6 +1,6 @@
-"""Staging: what takes bytes between the GPU and RAM that the driver does not pin.
+"""Staging: the rings for copies between the GPU and RAM that is not pinned.
 
-It has one ring for each queue that copies (`ring`), the memory of all rings, and native threads that copy in RAM.
+It has a ring for each copying queue (`ring`), the memory of all rings, and native threads that copy in RAM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatier import _native
 from megatier.address import address_of
 from megatier.errors import PageLockError
 from megatier.hardware import cores_usable
-from megatier.page_lock import REMEDY
+from megatier.page_lock import PIN_REMEDY
 from megatier.store.arena import Arena
 from megatier.store.ring import Ring
 from megatier.store.stream_clock import StreamClock
@@ -24,42 +24,42 @@ NUM_PIECES = 3
 PIECE_BYTES = RING_BYTES // len(COPY_QUEUES) // NUM_PIECES
 """The bytes of a piece, 16 MiB: a link takes 0.3 ms for them, so that starting a copy costs little."""
 PIECE_BYTES_MIN = 64 << 10
-"""The least bytes of a piece that are tried if the driver refuses more."""
+"""The smallest piece that is tried if the driver refuses larger ones."""
 COPY_REQUEST_BYTES = 1 << 20
 """The bytes that a native thread copies at once."""
 COPY_THREADS_MAX = 8
-"""Native threads that together copy as fast as a link does. AdamW has its own."""
+"""Native threads that together copy as fast as a link. AdamW has other threads."""
 
 
 class Staging:
-    """The rings of all queues that copy."""
+    """The rings of all copying queues."""
 
     def __init__(self, most_bytes: int | None, clock: StreamClock | None) -> None:
         """Allocate and pin the pieces, and start the threads.
 
         Args:
-            most_bytes: pinned RAM of the store, of which the pieces take half at most; None: as the driver takes.
+            most_bytes: the most pinned RAM of the store, of which pieces take at most half; None: no limit is set.
             clock: the clock of the CUDA device; None: there is none, and nothing is pinned.
 
         Raises:
-            PageLockError: the driver pins not even the smallest pieces.
+            PageLockError: the driver refuses to pin even the smallest pieces.
         """
         num_pieces = NUM_PIECES * len(COPY_QUEUES)
         self._arena = _allocate(most_bytes, num_pieces, pin=clock is not None)
         self.num_bytes = self._arena.num_bytes
         """The bytes of all pieces."""
         self.pins = clock is not None
-        """Whether RAM is really pinned: without a CUDA device it is only treated as if it were."""
+        """Whether RAM is really pinned. Without a CUDA device it is only treated as pinned."""
         self.locked = 0, 0
-        """The first address of other RAM that is pinned, and the first one behind it."""
+        """The first address of the other pinned RAM, and one past its last address."""
         self.unlocked_bytes = 0
         """The bytes of other RAM that is not pinned."""
 
-        # The other half of the cores is for AdamW and for drives, which are at work at the same time.
+        # The other half of the cores is for AdamW and drives, which work at the same time.
         cores = cores_usable()
         num_threads = max(1, min(COPY_THREADS_MAX, cores // 2))
         with ExitStack() as undone:
-            # If threads or a ring cannot be had, nobody but this function knows of the memory.
+            # If threads or a ring cannot be made, nobody else closes the memory.
             undone.callback(self._arena.close)
             self._pool = _native.ThreadPool(num_threads, 2 * PIECE_BYTES // COPY_REQUEST_BYTES * len(COPY_QUEUES))
             self.rings: dict[str, Ring] = {}
@@ -75,20 +75,20 @@ class Staging:
         num_bytes = in_ram.numel()
         start = address_of(in_ram, torch.uint8, num_bytes)
 
-        # What lies across the border is not: a copy from there would wait for the device.
+        # A tensor that is partly pinned counts as not pinned, because its copy would wait for the device.
         first, end = self.locked
         return first <= start and start + num_bytes <= end
 
     def close(self) -> None:
-        """Finish what is under way, end the threads and give the pieces back."""
-        # Rings first, since their workers copy with the pool, to and from the arena.
+        """Finish all copies, end the threads and free the pieces."""
+        # Rings first, because their workers use the pool and the arena.
         for ring in self.rings.values():
             ring.close()
         self._pool.close()
         self._arena.close()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy uint8 [n] within RAM, by all threads."""
+        """Copy uint8 [n] in RAM, by all threads."""
         num_bytes = source.numel()
         to_address = address_of(target, torch.uint8, num_bytes)
         from_address = address_of(source, torch.uint8, num_bytes)
@@ -96,10 +96,10 @@ class Staging:
 
 
 def _allocate(most_bytes: int | None, num_pieces: int, *, pin: bool) -> Arena:
-    """Return memory for so many pieces, as large as the driver takes.
+    """Return memory for so many pieces, as large as the driver allows.
 
     Raises:
-        PageLockError: it takes not even the smallest.
+        PageLockError: the driver refuses even the smallest pieces.
     """
     piece_bytes = PIECE_BYTES
     if most_bytes is not None:
@@ -110,6 +110,6 @@ def _allocate(most_bytes: int | None, num_pieces: int, *, pin: bool) -> Arena:
             return Arena(num_pieces * piece_bytes, torch.device("cpu"), pin=pin)
         except PageLockError as error:
             if piece_bytes <= PIECE_BYTES_MIN:
-                remedy = f"{error.remedy} {REMEDY}"
+                remedy = f"{error.remedy} {PIN_REMEDY}"
                 raise PageLockError("pinned RAM", num_pieces * piece_bytes, 0, remedy) from error
             piece_bytes //= 2

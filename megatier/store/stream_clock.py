@@ -1,7 +1,7 @@
-"""Puts moments of a CUDA stream on the host's clock.
+"""The clock of CUDA streams, mapped to the host's clock.
 
-A CUDA event tells when a stream has passed a point, in the device's time. One event whose host time is known maps all
-others to the host's clock. So a trace shows moves on streams, moves of native threads and compute on one axis.
+A CUDA event has the device time at which its stream has passed a point. One event with a known host time maps all
+others to the host's clock. So a trace shows moves on streams, moves of native threads and compute on one time axis.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import torch
 
 
 class StreamClock:
-    """Maps CUDA events to the host's clock through one event whose host time is known."""
+    """A map from CUDA events to the host's clock, by one event with a known host time."""
 
     def __init__(self) -> None:
-        """Take the moment that both clocks know. This waits once for the device."""
+        """Record the event with a known host time. This waits for the device once."""
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record()
 
-        # The host's time is taken right after the device has passed the event, so both are the same moment.
+        # The host reads its clock right after the device has passed the event.
         self._event.synchronize()
         self._ns = time.perf_counter_ns()
 
     def now(self) -> StreamSpan:
-        """Return the present point of the current stream, as work of no length."""
+        """Return the present point of the current stream, as work without length."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return StreamSpan(self, event, event)
 
     def host_ns(self, event: torch.cuda.Event) -> int:
         """Return the host time, in nanoseconds, at which an event was passed."""
-        # CUDA gives milliseconds in fp32. An hour after the clock was started they come in steps of 0.25 ms.
+        # CUDA gives milliseconds in fp32, which an hour after the start of the clock have steps of 0.25 ms.
         return self._ns + int(self._event.elapsed_time(event) * 1e6)
 
 
@@ -39,7 +39,7 @@ class StreamSpan:
     """Work that was enqueued on a CUDA stream between two events."""
 
     def __init__(self, clock: StreamClock, started: torch.cuda.Event, ended: torch.cuda.Event) -> None:
-        """Take the two events, which are recorded already."""
+        """Use two events that are recorded already."""
         self._clock = clock
         self._started = started
         self._ended = ended
@@ -62,16 +62,16 @@ class StreamSpan:
 
 
 class Instant:
-    """A moment of compute. On a CUDA device it is when the stream gets here, elsewhere it is now."""
+    """A moment of compute: on a CUDA device the time when the stream gets here, otherwise now."""
 
     __slots__ = ("_clock", "_event", "_ns")
 
     def __init__(self, clock: StreamClock | None) -> None:
-        """Take the moment on the current stream."""
+        """Record the moment on the current stream."""
         self._clock = clock
         self._ns = time.perf_counter_ns()
 
-        # With a device, compute is only enqueued by now, so the moment is when the device gets here.
+        # With a device, compute is only enqueued, so an event records when the device gets here.
         self._event = None
         if clock is not None:
             self._event = torch.cuda.Event(enable_timing=True)
@@ -82,10 +82,10 @@ class Instant:
         return self._event is None or bool(self._event.query())
 
     def ns(self) -> int:
-        """Return when it was, in time.perf_counter_ns. This blocks until the device has passed it."""
+        """Return the moment in time.perf_counter_ns. This blocks until the device has passed it."""
         if self._clock is None or self._event is None:
             return self._ns
 
-        # CUDA cannot tell the time of an event that it has not passed.
+        # CUDA only knows the time of an event that the stream has passed.
         self._event.synchronize()
         return self._clock.host_ns(self._event)
