@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatier.errors import MegatierError, TransferError
 
-REPLACED = ".replaced"
+REPLACED_SUFFIX = ".replaced"
 """The end of a hidden name. If a file system cannot switch two names, the old file or folder, which is whole, gets it
 for a moment."""
 NO_SWITCH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -38,7 +38,8 @@ def becoming(partial: Path, target: Path, what: str, *, replaces: bool = False) 
         target: its name in the end.
         what: a word for it, for messages.
         replaces: whether something else may have the target's name. That stays whole until the new one is safe. A kill
-            leaves it at `target` or at `partial`, or under its hidden name with REPLACED, from which `settle` takes it.
+            leaves it at `target` or at `partial`, or under its hidden name with REPLACED_SUFFIX, from which `settle`
+            takes it.
 
     Raises:
         TransferError: writing failed. Whatever had the target's name is whole.
@@ -73,7 +74,7 @@ def settle(target: Path) -> None:
     Raises:
         TransferError: the drive failed.
     """
-    replaced = target.with_name(f".{target.name}{REPLACED}")
+    replaced = target.with_name(f".{target.name}{REPLACED_SUFFIX}")
     if not os.path.lexists(replaced):
         return
     try:
@@ -193,7 +194,7 @@ def _take_name(partial: Path, target: Path, replaces: bool) -> Path | None:
         return partial
 
     # Without a switch the name is free for a moment. `settle` mends a kill in that moment.
-    replaced = target.with_name(f".{target.name}{REPLACED}")
+    replaced = target.with_name(f".{target.name}{REPLACED_SUFFIX}")
     # A kill may have left one there. With a target in its place it is not needed any more (`settle`).
     discard(replaced)
     target.rename(replaced)

@@ -244,7 +244,7 @@ def reading(
         raise kind(f"{what}: {(reason or reason_of)(error)}. {remedy}".rstrip()) from error
 
 
-UNENDED = (":", ",", " or", " and")
+UNFINISHED_ENDS = (":", ",", " or", " and")
 """Ends of a line after which its sentence goes on."""
 
 
@@ -266,7 +266,7 @@ def reason_of(error: BaseException) -> str:
         words = line.strip()
         if words:
             sentence.append(words)
-        if not words.endswith(UNENDED):
+        if not words.endswith(UNFINISHED_ENDS):
             break
 
     reason = " ".join(sentence) or type(error).__name__

@@ -31,7 +31,7 @@ update, which writes whole granules, never writes bytes of a frozen parameter.""
 SHARD_ELEMENTS = 64 << 10
 """A shard begins at a multiple of this. It is a multiple of everything that is counted from a unit's start: alignment,
 pages, checksummed granules, and the tiles of the norm."""
-NOTHING: Mapping[str, int] = MappingProxyType({})
+NO_CODES: Mapping[str, int] = MappingProxyType({})
 """Says that no parameter carries codes."""
 
 
@@ -101,7 +101,7 @@ class Layout:
     def of(
         shapes: Iterable[tuple[str, tuple[int, ...]]],
         frozen: Collection[str] = (),
-        stands_for: Mapping[str, int] = NOTHING,
+        stands_for: Mapping[str, int] = NO_CODES,
     ) -> Layout:
         """Place (name, shape) pairs one after another, those named as frozen last.
 

@@ -15,7 +15,7 @@ from megatier.state import ADAMW, LION, MUON, Moments, StateSchema
 OptimizerName = Literal["adamw", "muon", "lion"]
 
 OPTIMIZER_NAMES: tuple[str, ...] = get_args(OptimizerName)
-MOMENTS: tuple[Moments, ...] = get_args(Moments)
+MOMENT_FORMATS: tuple[Moments, ...] = get_args(Moments)
 """The formats of AdamW's moments, the widest first."""
 
 

@@ -32,7 +32,7 @@ from megatier.checkpoint.chunkfile import STAGED, ChunkFiles, check_ends
 from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, digest_of, read_json
 from megatier.checkpoint.run_directory import CHECKPOINT_NAME, checkpoints, parse_step
-from megatier.durable import REPLACED, discard, free_bytes, settle
+from megatier.durable import REPLACED_SUFFIX, discard, free_bytes, settle
 from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
@@ -132,8 +132,8 @@ def settle_replaced(folder: Path) -> None:
     Raises:
         TransferError: the drive does not let it.
     """
-    for path in folder.glob(f".step-*{REPLACED}"):
-        name = path.name.removeprefix(".").removesuffix(REPLACED)
+    for path in folder.glob(f".step-*{REPLACED_SUFFIX}"):
+        name = path.name.removeprefix(".").removesuffix(REPLACED_SUFFIX)
         settle(folder / name)
 
 

@@ -31,7 +31,7 @@ from megatier.hardware import nvidia_fs_is_loaded
 
 PROBE_BYTES = 1 << 20
 """The bytes that are read from each file at the start. For reads below 16 KiB kvikio does not use GPUDirect Storage."""
-REMEDY = "tiers.gpu_direct: false reads through RAM instead"
+GPU_DIRECT_REMEDY = "tiers.gpu_direct: false reads through RAM instead"
 """The remedy that a message about a failed read names."""
 
 
@@ -197,7 +197,7 @@ class GpuReader:
         try:
             yield
         except (RuntimeError, OSError, ValueError) as error:
-            what = f"{what} by kvikio ({error}; {REMEDY})"
+            what = f"{what} by kvikio ({error}; {GPU_DIRECT_REMEDY})"
             raise TransferError(what, "nvme", str(path), offset, errno.EIO) from error
 
 

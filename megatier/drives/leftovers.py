@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatier.drives.mounts import FILES, KEPT_FILE, NOTE_BYTES_MAX, NOTE_FILE, Note, directory_of
+from megatier.drives.mounts import KEPT_FILE, MOUNT_FILES, NOTE_BYTES_MAX, RUN_NOTE_FILE, Note, directory_of
 from megatier.errors import ConfigError, TransferError
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, is_ours_alone
 
@@ -32,7 +32,7 @@ name that somebody chose is never left over: opening a store of that name takes 
 LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """The lock is opened for writing too, since some file systems lock no other file. It is never created here."""
 NOTE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-REASONS = {
+LEFTOVER_REASONS = {
     errno.ENOTDIR: "it is no directory",
     errno.ENOENT: "it has no lock",
     errno.ELOOP: "its lock is a link",
@@ -116,7 +116,7 @@ def _examined(path: Path, remove: bool) -> Leftover:
     except TransferError:
         raise
     except OSError as error:
-        return Leftover(path=path, stays=REASONS.get(error.errno or 0, str(error.strerror)))
+        return Leftover(path=path, stays=LEFTOVER_REASONS.get(error.errno or 0, str(error.strerror)))
 
 
 def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
@@ -129,7 +129,7 @@ def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
         return Leftover(path=path, stays=f"no run made {first!r} in it")
 
     # Read before the files go.
-    note = _note(folder) if NOTE_FILE in files else None
+    note = _note(folder) if RUN_NOTE_FILE in files else None
     if remove:
         _remove(path, folder)
 
@@ -147,14 +147,14 @@ def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
 
 
 def _note(folder: int) -> Note | None:
-    file = os.open(NOTE_FILE, NOTE_FLAGS, dir_fd=folder)
+    file = os.open(RUN_NOTE_FILE, NOTE_FLAGS, dir_fd=folder)
     with os.fdopen(file, "rb") as opened:
         content = opened.read(NOTE_BYTES_MAX)
     return Note.read(content)
 
 
 def _is_a_runs(name: str, status: os.stat_result) -> bool:
-    return name in FILES and stat.S_ISREG(status.st_mode) and is_ours_alone(status)
+    return name in MOUNT_FILES and stat.S_ISREG(status.st_mode) and is_ours_alone(status)
 
 
 def _remove(path: Path, folder: int) -> None:
@@ -162,7 +162,7 @@ def _remove(path: Path, folder: int) -> None:
     # The lock goes last. If this breaks off before that, the directory is found again the next time; a directory
     # without a lock would be left alone for ever.
     try:
-        for name in FILES:
+        for name in MOUNT_FILES:
             with contextlib.suppress(FileNotFoundError):  # the run may have been killed before it made this file
                 os.unlink(name, dir_fd=folder)
         path.rmdir()

@@ -26,10 +26,10 @@ from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
 BLOCK_FILE = "blocks"
 KEPT_FILE = "savepoint"
 """A file of this name marks block files that outlive their process."""
-NOTE_FILE = "note.json"
+RUN_NOTE_FILE = "note.json"
 """A file that says whose block files these are, for a process that finds them after this one was killed (`Note`)."""
 NOTE_BYTES_MAX = 16 << 10
-FILES = (KEPT_FILE, BLOCK_FILE, NOTE_FILE, LOCK_FILE)
+MOUNT_FILES = (KEPT_FILE, BLOCK_FILE, RUN_NOTE_FILE, LOCK_FILE)
 """All files of a run's directory on a mount, in the order in which they are removed. The mark goes first, so that it
 never stands for block files that are gone. The lock goes last, since a process that removes files holds it."""
 
@@ -128,7 +128,7 @@ class MountDirectories:
 
             # A drive that takes no note refuses the blocks too, and says why better.
             with contextlib.suppress(OSError):
-                directory.write(NOTE_FILE, Note.of(self._run).written())
+                directory.write(RUN_NOTE_FILE, Note.of(self._run).written())
 
     def open(self, mount: int, flags: int) -> int:
         """Open the block file on a mount; return its descriptor.
@@ -189,7 +189,7 @@ class MountDirectories:
         _OPEN.discard(self)
         for directory in self._directories:
             # A directory without a block file has nothing to keep, such as one that was locked before an error.
-            directory.close(() if keeps and directory.holds(BLOCK_FILE) else FILES)
+            directory.close(() if keeps and directory.holds(BLOCK_FILE) else MOUNT_FILES)
         self._directories = []
 
 

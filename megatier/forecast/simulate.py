@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-ENDED = 1e-12
+TOLERANCE = 1e-12
 """Remaining seconds of a job, and remaining shares of a resource, count as zero up to this size because of rounding."""
 
 
@@ -90,7 +90,7 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
 
         for name in together:
             left[name] -= step * speed[name]
-            if left[name] <= ENDED:
+            if left[name] <= TOLERANCE:
                 del left[name]
                 index = to_do[name].popleft()
                 ends[index] = now
@@ -178,11 +178,11 @@ def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, f
 
         for key in room:
             room[key] -= rise * pull[key]
-            if pull[key] > 0 and room[key] <= ENDED:
+            if pull[key] > 0 and room[key] <= TOLERANCE:
                 full.add(key)
 
         for name in list(rising):
-            if level >= 1.0 - ENDED or not full.isdisjoint(lanes[name].uses):
+            if level >= 1.0 - TOLERANCE or not full.isdisjoint(lanes[name].uses):
                 rising.remove(name)
                 speeds[name] = level
 

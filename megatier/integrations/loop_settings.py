@@ -15,7 +15,7 @@ from megatier.config.section import Section
 from megatier.config.values import check_setting, number, require
 from megatier.errors import ConfigError
 from megatier.foreign import shown
-from megatier.optimizers import MOMENTS, OPTIMIZER_NAMES, OptimizerName, in_words
+from megatier.optimizers import MOMENT_FORMATS, OPTIMIZER_NAMES, OptimizerName, in_words
 from megatier.setup.workload import COMPUTE_DTYPES
 from megatier.state import Moments
 from megatier.tier import Activations, ActivationsName
@@ -74,7 +74,7 @@ SHORT: Mapping[str, Short] = {
     "momentum": Short(0.95, ("train.momentum",)),
     "clip": Short(1.0, ("train.clip",)),
     "compute_dtype": Short("bf16", ("model.compute_dtype",), tuple(COMPUTE_DTYPES)),
-    "moments": Short("fp32", ("train.moments",), MOMENTS),
+    "moments": Short("fp32", ("train.moments",), MOMENT_FORMATS),
     "seed": Short(0, ("train.seed",), least=0),
     "activations": Short("keep", ("train.activations",), POLICIES),
     "fused_loss": Short(True, ("model.fused_loss",)),

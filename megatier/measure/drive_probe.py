@@ -28,7 +28,7 @@ from megatier.tier import PAGE_BYTES
 
 BLOCKS_MIN = 16
 """The least number of blocks in the file."""
-THREADS = (4, 8, 16)
+THREAD_COUNTS = (4, 8, 16)
 """The numbers of native threads in each direction that are tried. More threads would find nothing to do, since DEPTH
 blocks have 16 requests."""
 TRIAL_ROUNDS = 3
@@ -224,14 +224,14 @@ def choose_threads(traffic: BlockTraffic, default: int, seconds: float) -> tuple
 
 
 def try_threads(traffic: BlockTraffic, seconds: float) -> Trials:
-    """Return the median rates of mixed and writing flows, in bytes per second, by the number of THREADS.
+    """Return the median rates of mixed and writing flows, in bytes per second, by the number of THREAD_COUNTS.
 
     Rates of drives waver over time. So the numbers take turns, and each round begins with another one.
     """
-    tried: dict[int, list[tuple[float, float]]] = {count: [] for count in THREADS}
+    tried: dict[int, list[tuple[float, float]]] = {count: [] for count in THREAD_COUNTS}
     for number in range(TRIAL_ROUNDS):
-        first = number % len(THREADS)
-        for count in THREADS[first:] + THREADS[:first]:
+        first = number % len(THREAD_COUNTS)
+        for count in THREAD_COUNTS[first:] + THREAD_COUNTS[:first]:
             traffic.set_threads(count)
             mixed = traffic.mixed(seconds)
             writing = traffic.write(seconds)

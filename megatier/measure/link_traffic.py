@@ -44,16 +44,16 @@ LAUNCHES_IN_A_ROW = 8
 
 Until = Callable[[], bool]
 """Tells traffic when to stop."""
-Work = Callable[[Until], float]
+TimedWork = Callable[[Until], float]
 """Traffic of one kind, which returns its rate."""
 
 
-def at_once(works: Mapping[str, Work], seconds: float) -> dict[str, float]:
+def at_once(works: Mapping[str, TimedWork], seconds: float) -> dict[str, float]:
     """Run all of them at once for a while; return the rate of each."""
     # One end for all, so that none goes on alone when the others are over.
     end = time.perf_counter() + seconds
 
-    def run(work: Work) -> float:
+    def run(work: TimedWork) -> float:
         return work(lambda: time.perf_counter() > end)
 
     with closing(Workers(len(works), "megatier-traffic")) as workers:
@@ -62,7 +62,7 @@ def at_once(works: Mapping[str, Work], seconds: float) -> dict[str, float]:
         return dict(zip(works, rates, strict=True))
 
 
-def alone(work: Work, seconds: float) -> float:
+def alone(work: TimedWork, seconds: float) -> float:
     """Run one of them for a while; return its rate."""
     end = time.perf_counter() + seconds
     return work(lambda: time.perf_counter() > end)

@@ -33,7 +33,7 @@ from megatier.schedule.world import World
 from megatier.setup.setup import Setup
 from megatier.setup.workload import Workload
 from megatier.tier import Kind, Tier
-from megatier.trace.events import STEP, TraceEvent
+from megatier.trace.events import STEP_EVENT, TraceEvent
 
 SECONDS_PER_DAY = 86_400
 GENERATION_USES = {
@@ -185,7 +185,7 @@ class Plan:
         """Return the forecast as trace events, for the picture."""
         events = [
             TraceEvent(
-                lane=STEP,
+                lane=STEP_EVENT,
                 name="as planned",
                 start_ns=0,
                 end_ns=int(self.forecast.seconds * 1e9),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatier.errors import ConfigError, PlanError, UnsupportedModelError, mib
-from megatier.optimizers import MOMENTS
+from megatier.optimizers import MOMENT_FORMATS
 from megatier.setup.setup import Setup
 from megatier.tier import Tier
 
@@ -20,7 +20,7 @@ Place = Callable[[Setup], object]
 SLICES_TRIED = (2, 4, 8, 16, 32)
 """Numbers of slices that are tried."""
 NARROWER: tuple[Settings, ...] = (
-    *({"train.moments": name} for name in MOMENTS[1:]),
+    *({"train.moments": name} for name in MOMENT_FORMATS[1:]),
     {"train.optimizer": "muon"},
 )
 """Settings with which a parameter takes fewer bytes than with AdamW's moments in fp32. They change numbers."""

@@ -41,8 +41,8 @@ ANSWER_S = 10.0
 TICK_S = 0.25
 """Seconds between two calls of `check` in code that waits for another rank."""
 
-FIRST = "first"
-LEFT = "left"
+FIRST_KEY = "first"
+LEFT_HEARTBEAT = "left"
 DIED = "its process ended without a word. If the system killed it for want of memory, dmesg says so."
 SILENT = "it has given no sign of life. Its process was stopped, or its machine or network is gone."
 NO_STORE = "the store of all ranks, which torchrun or the first rank keeps, no longer answers."
@@ -300,15 +300,15 @@ class PeerMonitor:
 
         # A counter and not a time, because the clocks of two machines differ.
         self._num_looks += 1
-        own_heartbeat = LEFT if self._is_leaving else str(self._num_looks)
+        own_heartbeat = LEFT_HEARTBEAT if self._is_leaving else str(self._num_looks)
         self._store.set(f"heartbeat {self._rank}", own_heartbeat)
 
         keys = [f"heartbeat {rank}" for rank in range(len(self._members))]
         for rank, heartbeat in enumerate(self._store.multi_get(keys)):
             self._see(rank, heartbeat)
 
-        if self._store.check([FIRST]):
-            posted = self._store.get(FIRST)
+        if self._store.check([FIRST_KEY]):
+            posted = self._store.get(FIRST_KEY)
             rank, cause = json.loads(posted)
             self._note((rank, cause))
         self._num_ended += 1
@@ -321,7 +321,7 @@ class PeerMonitor:
         self._heartbeats[rank] = heartbeat
 
         # The process of a rank that has left may end.
-        if heartbeat == LEFT.encode() or rank == self._rank:
+        if heartbeat == LEFT_HEARTBEAT.encode() or rank == self._rank:
             return
         limit = BROKEN_LOOKS if self._has_broken else SILENT_LOOKS
         if rank in self._dead:
@@ -331,7 +331,7 @@ class PeerMonitor:
 
     def _post(self, rank: int, cause: str) -> None:
         """Post that a rank has failed, unless another failure was posted before."""
-        self._store.compare_set(FIRST, "", json.dumps([rank, cause]))
+        self._store.compare_set(FIRST_KEY, "", json.dumps([rank, cause]))
 
     def _note(self, first: tuple[int, str]) -> None:
         """Note the first failure, and wake all that wait."""

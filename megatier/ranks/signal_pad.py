@@ -20,7 +20,7 @@ from megatier.ranks.peer_monitor import TICK_S
 NUMBER_BYTES = 4
 OFFSET_BYTES = 8
 OFFSET_BITS = 44
-NUMBERS = 2 ** (63 - OFFSET_BITS)
+OFFSET_NUMBER_RANGE = 2 ** (63 - OFFSET_BITS)
 """In the high bits above an offset, numbers of collectives wrap around after so many."""
 PAUSE_MIN_S = 20e-6
 PAUSE_MAX_S = 1e-3
@@ -100,7 +100,7 @@ class SignalPad:
             check: raises if a rank has failed; see `PeerMonitor.check`.
         """
         # This is one store of 8 bytes, so no rank sees the number without the offset.
-        short_number = number % NUMBERS
+        short_number = number % OFFSET_NUMBER_RANGE
         column = self._offsets[:, number % 2]
         column[self.rank] = short_number << OFFSET_BITS | offset
 

@@ -16,7 +16,7 @@ from megatier.errors import ConfigError
 from megatier.files import read_regular
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.svg import LETTER, TRACK, WIDTH, Point, bar, grid_line, page, text, ticks
-from megatier.trace.events import STEP, Account, ByName, TraceEvent, account, busy_seconds
+from megatier.trace.events import STEP_EVENT, Account, ByName, TraceEvent, account, busy_seconds
 
 LANES = (
     "nvme_to_ram",
@@ -133,7 +133,7 @@ def lane_uses(events: Sequence[TraceEvent]) -> list[LaneUse]:
             span_seconds[event.lane] += event.seconds
 
     # Stalls are no lane of their own, because it is compute that waits.
-    lanes = {_row_lane(event) for event in events if event.lane != STEP}
+    lanes = {_row_lane(event) for event in events if event.lane != STEP_EVENT}
     uses = []
     for lane in in_row_order(lanes):
         uses.append(LaneUse(lane, busy.get(lane, 0.0), span_seconds.get(lane, 0.0)))
@@ -270,7 +270,7 @@ def _legend(colours: Mapping[str, str], stalls: ByName) -> tuple[list[str], int]
 
 def _colours(events: Sequence[TraceEvent]) -> dict[str, str]:
     """Return colours by label, for the labels that there are; stalls come last."""
-    labels = {_label(event) for event in events if event.lane != STEP}
+    labels = {_label(event) for event in events if event.lane != STEP_EVENT}
     colours = {}
     for label, colour in COLOURS.items():
         if label in labels:
@@ -327,7 +327,7 @@ def _row_lane(event: TraceEvent) -> str:
 def _window(events: Iterable[TraceEvent]) -> tuple[int, int]:
     """Return start and end of the step, or else of all events together, in nanoseconds; (0, 0) without events."""
     events = list(events)
-    whole = [event for event in events if event.lane == STEP]
+    whole = [event for event in events if event.lane == STEP_EVENT]
 
     # A trace that was cut has spans of a step whose own event is not in it.
     counted = whole or events

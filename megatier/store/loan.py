@@ -23,7 +23,7 @@ from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier, round_up
 
-Place = tuple[int, int, int]
+HomePlace = tuple[int, int, int]
 """The offset of a block's home in the arena, its offset in RAM meanwhile, and its size."""
 
 
@@ -38,7 +38,7 @@ class Loan:
         self._queues = queues
         self._ram: Arena | None = None
         """Room in RAM for the state at home on the GPU. It is kept, because pinning it takes seconds."""
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, HomePlace] = {}
         """By key, the blocks whose state is only in RAM."""
         self.is_lent = False
         """Whether the memory is lent, so that no bytes of the tier may be used."""
@@ -119,7 +119,7 @@ class Loan:
             self._ram.close()
             self._ram = None
 
-    def _homes(self) -> dict[str, Place]:
+    def _homes(self) -> dict[str, HomePlace]:
         """Return the places of all state at home on the GPU, there and in RAM."""
         places = {}
         offset = 0
@@ -131,7 +131,7 @@ class Loan:
                 offset += round_up(block.spec.num_bytes)
         return places
 
-    def _reserve(self, places: dict[str, Place]) -> None:
+    def _reserve(self, places: dict[str, HomePlace]) -> None:
         """Allocate the room in RAM, unless it is there already."""
         needed = sum(round_up(num_bytes) for _, _, num_bytes in places.values())
         if self._ram is not None or not needed:
@@ -139,7 +139,7 @@ class Loan:
         self.check_ram()
         self._ram = Arena(needed, torch.device("cpu"), pin=self._queues.pins)
 
-    def _copy(self, places: dict[str, Place], *, to_ram: bool) -> None:
+    def _copy(self, places: dict[str, HomePlace], *, to_ram: bool) -> None:
         """Copy state between its homes and RAM, and wait for that."""
         queue = "state_to_ram" if to_ram else "state_to_gpu"
         transfers: list[Transfer] = []

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from megatier.config.values import check_setting
 from megatier.errors import OptimizerError
 
-NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum")
+NUMBER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
 """Settings that a parameter group may have, all of them numbers."""
 FIXED: Mapping[str, object] = {
     "amsgrad": False,
@@ -40,7 +40,7 @@ def check_group(group: Mapping[str, Any], settings: Collection[str]) -> None:
         ConfigError: a setting is no number, or out of range.
         OptimizerError: one is missing, or is of another optimizer.
     """
-    for name in NUMBERS:
+    for name in NUMBER_SETTINGS:
         if (name in group) is not (name in settings):
             verb = "has no" if name in settings else "has"
             raise OptimizerError(f"a parameter group {verb} {name}, so it is of another optimizer.")

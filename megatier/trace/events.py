@@ -41,7 +41,7 @@ class TraceEvent:
 
 COMPILER = "compiler"
 """The cause of a wait for torch's compiler, which is no part of a step: it comes once."""
-STEP = "step"
+STEP_EVENT = "step"
 """The lane of the event that is a whole step, as it is printed: from its first row of text to its end."""
 
 
@@ -119,7 +119,7 @@ def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
         lane = event.lane
 
         # The event of the whole step is busy from its beginning to its end, which says nothing.
-        if lane in ("stall", STEP):
+        if lane in ("stall", STEP_EVENT):
             continue
 
         counted_until = until.get(lane, event.start_ns)

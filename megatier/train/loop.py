@@ -30,7 +30,7 @@ from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress
 from megatier.saving.saves import Record, Saves, Say
 from megatier.session.session import Session
-from megatier.trace.events import STEP, TraceEvent, account
+from megatier.trace.events import STEP_EVENT, TraceEvent, account
 from megatier.train.shared_text import Rows, SharedText
 from megatier.train.step_report import StepReports, StepTimes
 from megatier.train.stop import StopRequest
@@ -230,7 +230,7 @@ class Loop:
         """Return the events that the player does not record: the step itself, and the wait for its text."""
         events = [
             TraceEvent(
-                lane=STEP,
+                lane=STEP_EVENT,
                 name=f"step {step}",
                 start_ns=began_ns,
                 end_ns=ended_ns,

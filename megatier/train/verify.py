@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
-from megatier.optimizers import MOMENTS, OPTIMIZERS
+from megatier.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
 from megatier.report.metrics import format_seconds
@@ -86,7 +86,7 @@ class Mode(NamedTuple):
 MODES = {
     Mode(CLIP): tuple(Activations),
     Mode(None): tuple(Activations),
-    **{Mode(CLIP, moments): (Activations.KEEP,) for moments in MOMENTS[1:]},
+    **{Mode(CLIP, moments): (Activations.KEEP,) for moments in MOMENT_FORMATS[1:]},
 }
 """The modes, and the activation policies that are tried in each."""
 

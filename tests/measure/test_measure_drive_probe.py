@@ -42,8 +42,8 @@ def test_probe_drive_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert dataclasses.astuple(found.rates) == (str(tmp_path), *rates)
     assert (found.first_write_bytes_per_s is not None) == found.is_direct
     assert found.first_write_bytes_per_s is None or found.first_write_bytes_per_s > 0
-    assert tuple(found.trials) == (drive_probe.THREADS if found.is_direct else ())
-    assert found.io_threads in drive_probe.THREADS
+    assert tuple(found.trials) == (drive_probe.THREAD_COUNTS if found.is_direct else ())
+    assert found.io_threads in drive_probe.THREAD_COUNTS
 
 
 @pytest.mark.parametrize(

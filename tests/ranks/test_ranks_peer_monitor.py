@@ -155,7 +155,7 @@ def test_broken_connection_of_ranks_that_live_names_the_rank_that_saw_it(
 
 def test_rank_that_has_left_may_be_silent(watch: Watch, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_monitor, "SILENT_LOOKS", 2)
-    shelf.set("heartbeat 1", peer_monitor.LEFT)
+    shelf.set("heartbeat 1", peer_monitor.LEFT_HEARTBEAT)
     watcher = watch(0, Member.here(), AWAY)
     eventually(lambda: int(shelf.get("heartbeat 0")) > 10 or None)
     watcher.check()

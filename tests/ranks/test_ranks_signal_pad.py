@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatier.ranks.signal_pad import NUMBER_RANGE, NUMBERS, OFFSET_BITS, Signal, SignalPad
+from megatier.ranks.signal_pad import NUMBER_RANGE, OFFSET_BITS, OFFSET_NUMBER_RANGE, Signal, SignalPad
 
 SIZE = 3
 
@@ -28,7 +28,7 @@ def test_meeting_gives_offsets_of_all_also_where_numbers_begin_again_and_asks_wh
     memory = bytearray(SignalPad.num_bytes(2))
     pads = [SignalPad(memory, rank, 2) for rank in range(2)]
     large = 2**OFFSET_BITS - 1
-    for number in (1, 2, 3, NUMBERS - 1, NUMBERS, NUMBERS + 1):
+    for number in (1, 2, 3, OFFSET_NUMBER_RANGE - 1, OFFSET_NUMBER_RANGE, OFFSET_NUMBER_RANGE + 1):
         with pytest.raises(AssertionError, match="nobody came"):
             pads[0].exchange_offsets(number, number, unmet)
         assert pads[1].exchange_offsets(number, large, lambda _: None) == [number, large]
