@@ -1,4 +1,4 @@
-"""Hands addresses of tensors to native code, which cannot see what it is given.
+"""Addresses of tensors for native code, checked before it gets them.
 
 C code reads and writes as many bytes as its caller says, of the type that it was written for. A tensor of another
 dtype, with gaps, too short or on another device would be read as noise, or memory beside it overwritten. So code that

@@ -1,4 +1,4 @@
-"""Points warnings at the line of the user's own program, from however deep inside of megatier they come."""
+"""Warnings that point at the line of the user's program that has called megatier."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Defaults: what torch makes where nobody says it, which a user may have changed for the whole process.
+"""torch's default dtype, device and mode, which a user may have changed for the whole process.
 
-What we make ourselves names its dtype and its device. But opening a model runs the code of transformers and PEFT, which
-leaves them out in places; a rotary table would be rounded to bf16.
+megatier always names dtype and device. But opening a model runs code of transformers and PEFT, which sometimes does
+not, so that for example a rotary table would be rounded to bf16.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 @contextmanager
 def usual_defaults() -> Iterator[None]:
-    """Make tensors as in a fresh process for a while: fp32, on the CPU, and not for inference alone.
+    """Make tensors as in a fresh process: in fp32, on the CPU, and outside of inference mode.
 
-    The user's own choices hold again outside. As a decorator it is around each call of a function.
+    The user's defaults are restored afterwards. It can be used as a decorator too.
     """
     # torch has contexts for the other two, and none for this one.
     before = torch.get_default_dtype()

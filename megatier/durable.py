@@ -1,12 +1,12 @@
-"""Writes files and folders that are whole or not there, even after a kill or a loss of power at any point.
+"""Durable files and folders: they are complete or absent, even after a kill or a loss of power at any moment.
 
-Both are always made in this order:
+Each one is made in this order:
 
-1. Everything is written next to its place, under a hidden name.
-2. The bytes, and the directories that list them, are on the drive.
-3. The whole gets its name by one rename. If something has that name already, the two change places in one step.
-4. The directory that holds the name is on the drive.
-5. Only now may anything be removed that it replaces.
+1. All of it is written beside its final place, under a hidden name.
+2. The bytes, and the directories that list them, are synchronised to the drive.
+3. One rename gives it its name. If something has that name already, the two are exchanged atomically.
+4. The directory with the name is synchronised to the drive.
+5. Only then is whatever it replaces removed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The errors of megatier. They have typed fields, and every message has figures and a remedy.
 
-Each kind also derives from the builtin error that fits, if there is one. An error is raised where its cause is known.
-Code on its way catches it only to undo what it had begun, to try another way, or to add what it knows. The rest reaches
-`cli/`, which prints the message and exits with code 2.
+Each class also derives from the builtin error that fits, if there is one. An error is raised where its cause is known.
+Callers catch it only to undo their own work, to try something else, or to add what they know. All others reach `cli/`,
+which prints the message and exits with code 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Closes objects with threads, memory and files when the last reference to one goes."""
+"""The finalizer of objects with threads, memory and files: it closes them when their last reference is dropped."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from collections.abc import Callable
 from megatier import _native
 
 WAIT_S = 10.0
-"""How long the last reference's thread waits until all is closed."""
+"""Seconds that the thread that drops the last reference waits for the end of closing."""
 POLL_S = 0.001
-"""How often it is looked whether all is closed."""
+"""Seconds between two looks whether closing has ended."""
 OURS = "megatier"
 """The beginning of the names of all threads of such objects."""
 
 
 class ClosedWhenDropped:
-    """An object that is closed, with a warning, if its last reference goes and nobody has closed it."""
+    """The base of objects that are closed, with a warning, if they are dropped without `close`."""
 
     _closing_process: int | None = None
-    """The process that has to close it, not a forked child; None: nobody has to, or somebody does."""
+    """The process that has to close the object, and not a forked child of it; None: closed, or closed by its `with`."""
 
     def _own(self) -> None:
-        """Note that this process has something to close from now on."""
+        """Note that this process has to close the object."""
         self._closing_process = os.getpid()
 
     def _disown(self) -> None:
@@ -39,19 +39,19 @@ class ClosedWhenDropped:
         raise NotImplementedError
 
     def _close_dropped(self) -> None:
-        """Close what nobody can use any more. This runs in a thread of its own."""
+        """Close the dropped object. This runs in a thread of its own."""
         self.close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At its end a process gives memory and threads back, and the next one removes its block files. It is asked for
-        # first, and by no name of this module, all of which may be None by then.
+        # A process that ends frees memory and threads anyway, and the next run removes its block files. This is asked
+        # first, and by a default argument, because names of this module may be None by then.
         if is_finalizing() or self._closing_process != os.getpid():
             return
         self._closing_process = None
 
-        # A collection of cycles may come anywhere: in a thread that closing joins, or where this one holds a lock that
-        # others need to end. So a thread of its own closes, started past the standard library's locks, and is waited
-        # for within bounds.
+        # The garbage collector may run anywhere: in a thread that closing joins, or while this thread holds a lock that
+        # others need to end. So another thread closes, started without locks of the standard library, and the wait for
+        # it has a limit.
         ended = _native.Latch()
         _thread.start_new_thread(_close, (self._close_dropped, ended))
         if not threading.current_thread().name.startswith(OURS):

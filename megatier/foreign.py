@@ -1,11 +1,10 @@
-"""Reads input from others within limits, and turns errors of the libraries that parse it into errors of ours.
+"""Untrusted input: files of others are read within limits, and errors of parsing libraries become errors of megatier.
 
-A model's folder comes from strangers, and so may a config. A parser takes whatever it is given: a file of any size, a
-pipe that nobody writes to, ten thousand lists inside each other. So before a library sees a file, it is opened here,
-must be a plain file of a bounded size, and its JSON must be of a bounded depth.
+A model's folder comes from strangers, and so may a config. A parser accepts a file of any size, a pipe to which nobody
+writes, or ten thousand nested lists. So each file is opened here before a library reads it. It has to be a regular file
+of a bounded size, and its JSON has to have a bounded depth.
 
-A library then opens the file by its path once more, and so may we, for something else in it. `one_version` compares the
-files of all these readings.
+A library then opens the file again by its path. `one_version` checks that all these readings see the same file.
 """
 
 from __future__ import annotations

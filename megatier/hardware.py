@@ -1,9 +1,9 @@
 """The machine: memory and cores inside its container, drives, GPUs, and the budgets that follow from them.
 
-If a container has limits, they count instead of the host's. They are read from the cgroup (v1 or v2) of this process
-and from every group above it, because each may have a limit and the tightest one holds. Files of the kernel are looked
-up below `root`, which tests point at a made-up tree. This module needs neither torch nor a GPU, so that `megatier plan`
-answers soon; the functions that ask for GPUs load torch, and only if there is a driver.
+Limits of a container count instead of the host's. They are read from the cgroup (v1 or v2) of this process and all its
+parents, because each may have a limit and the tightest one holds. Files of the kernel are read below `root`, which
+tests replace. This module loads neither torch nor CUDA, so that `megatier plan` starts fast. Only functions that ask
+for GPUs load torch, if there is a driver.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Offsets of a unit's tensors inside its blocks, counted in elements, so that one layout serves every kind.
+"""The layout of a unit: the offset of each tensor in its blocks, in elements, so that one layout serves every kind.
 
 The layout's schema says which kinds there are. Element k of the weight plane, the remainder, both moments and the
 gradient belong together; a kind only differs in bytes per element. Offsets are multiples of 128 elements (256 bytes in
 bf16): matrix libraries pick kernels by alignment, and equal alignment on every tier keeps the bits equal. The whole is
 padded to 2,048 elements, so that every plane is a multiple of 4 KiB. Padding stays 0 under AdamW.
 
-Frozen parameters have a place in the weight plane alone, after the trained ones: all other planes end where these do.
+Frozen parameters are only in the weight plane, after the trained ones. All other planes end with the trained ones.
 
-Where several ranks share the state, each unit is cut into equal shards, one for each rank. A shard is a layout of its
-own, whose tensors are runs of the unit's. `Layout.padded` makes a unit that can be cut so, `Layout.shard` cuts it. If
-updates need whole matrices, parameters are dealt out to the shards, so that none is cut.
+If several ranks share the state, each unit is cut into equal shards, one for each rank. A shard has its own layout,
+whose tensors are runs of the unit's tensors. `Layout.padded` pads a unit so that it can be cut, and `Layout.shard` cuts
+it. If updates need whole matrices, whole parameters are distributed over the shards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARD_ELEMENTS = 64 << 10
 """A shard begins at a multiple of this. It is a multiple of everything that is counted from a unit's start: alignment,
 pages, checksummed granules, and the tiles of the norm."""
 NO_CODES: Mapping[str, int] = MappingProxyType({})
-"""Says that no parameter carries codes."""
+"""No parameter carries codes of a quantised one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The optimizers that a run may have: their names, the state that each keeps, and its settings. Pure.
 
-All code that names an optimizer asks this table. Plans, placements and checkpoints need the schemas alone (`state`),
-and the arithmetic is in `optim`.
+All code that names an optimizer uses this table. Plans, placements and checkpoints need only the schemas (`state`), and
+the arithmetic is in `optim`.
 """
 
 from __future__ import annotations

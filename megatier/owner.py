@@ -1,8 +1,8 @@
-"""Owner: the process that has opened something which has threads, locks and files.
+"""The owner of an object: the process that has opened its threads, locks and files.
 
-A forked child inherits the object and nothing that works for it. Its threads are not there, a lock may be held for ever
-by one of them, and the files are the parent's. So every way in asks the owner first, and whatever closes or collects
-the object in a child leaves all of it to the parent.
+A forked child inherits the object without its threads. A lock may be held for ever by one of them, and the files belong
+to the parent. So every public method checks the owner first, and a child that closes or collects the object does
+nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatier.errors import ForkedError
 
 
 class Owner:
-    """The process that made this."""
+    """The process that made this object."""
 
     __slots__ = ("_process", "_what")
 
@@ -21,7 +21,7 @@ class Owner:
         """Note this process.
 
         Args:
-            what: what it has opened, as the subject of a sentence.
+            what: a name for the object, as the subject of a sentence.
         """
         self._process = os.getpid()
         self._what = what

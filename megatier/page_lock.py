@@ -1,4 +1,4 @@
-"""Pinned memory, which the GPU reads and writes by itself."""
+"""Pinned RAM, which the GPU can read and write directly. Arenas, rings and shared RAM use it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatier.errors import MegatierError
 from megatier.tier import cut_at_addresses
 
 LOCKED_BYTES = 64 << 30
-"""The most bytes that are pinned by one call: the driver refuses 512 GiB and more, whatever is free."""
+"""The most bytes that one call pins. The driver refuses 512 GiB and more, even if they are free."""
 
 LOCK_STEP_BYTES = 32 << 20
 """The bytes that are pinned by one call if the driver does not take a whole memory. Copies end where addresses are
@@ -21,11 +21,11 @@ SPARE_PIECES = 2
 """Pieces that are given back once the driver has refused one: torch pins a few bytes too, for inputs."""
 
 PIN_REMEDY = "Raise the limit: `ulimit -l unlimited`, `docker run --ulimit memlock=-1`, or more memory in .wslconfig."
-"""The remedy if the driver pins little."""
+"""The remedy if the driver pins only little RAM."""
 
 
 class PageLock:
-    """Memory that is pinned in pieces, until `close`. No copy between RAM and the GPU may cross their ends."""
+    """Memory that is pinned in pieces, until `close`. No copy between RAM and the GPU may cross the end of a piece."""
 
     def __init__(self, address: int, pieces: Iterable[tuple[int, int]]) -> None:
         """Pin the pieces [start, stop), counted from an address. After an error none stays locked.
@@ -52,7 +52,7 @@ class PageLock:
         """
         added: list[int] = []
 
-        # From the end on, so that what stays unlocked is one run at the beginning.
+        # From the end on, so that the memory that is not pinned is one run at the beginning.
         for start, stop in reversed(list(cut_at_addresses(address, num_bytes, LOCK_STEP_BYTES))):
             try:
                 self._add(address + start, stop - start)
@@ -62,8 +62,8 @@ class PageLock:
         return 0
 
     def _give_back(self, ends: list[int], start: int) -> int:
-        """Unlock the last pieces, which have these ends; return where the first of the others starts."""
-        # Those that were locked last lie first, so what stays locked is one run too.
+        """Unpin the last pieces, which have these ends. Return the start of the remaining run."""
+        # The pieces that were pinned last have the lowest addresses, so one run remains.
         for end in ends[-SPARE_PIECES:][::-1]:
             self._unlock_last()
             start = end
@@ -93,8 +93,8 @@ class PageLock:
 
 
 def _forget_error() -> None:
-    """Take back the error that the driver keeps, which torch would raise as that of the next kernel."""
-    # A small kernel gets it, so that no other one does. Without a context of CUDA there is no kernel that could.
+    """Clear the error that the driver keeps, which torch would raise at the next kernel."""
+    # A small kernel gets the error. Without a CUDA context no kernel can.
     if torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):
             torch.ones(1, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""Values that stand in the place of others for a while."""
+"""Temporary replacement of values, such as functions of a module of another library."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from contextlib import contextmanager
 
 @contextmanager
 def patched(held: MutableMapping[str, object], /, **values: object) -> Iterator[None]:
-    """Give names these values for a while. Then they have their own again, or none if they had none.
+    """Replace the values of names in this context, and restore them afterwards.
 
     Args:
-        held: what holds the names, such as the `vars` of a module.
-        **values: the values by their names.
+        held: the mapping of names, such as the `vars` of a module.
+        **values: the new values by name.
     """
     before = {name: held[name] for name in values if name in held}
     held.update(values)
     try:
         yield
     finally:
-        # What the class of an object has is none of the names here, and is seen again when its stand-in is gone.
+        # A name that was only in the object's class is removed, so that the class's value shows again.
         for name in values.keys() - before.keys():
             held.pop(name, None)
         held.update(before)

@@ -1,4 +1,4 @@
-"""Planes of state, as those who move them and those who compute on them hand them to each other."""
+"""Planes of state, as the queues pass them to the optimizer, and the protocol of its work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Planes = Mapping[Kind, Tensor]
 
 
 class Work(Protocol):
-    """A piece of work that native threads do."""
+    """Work of native threads."""
 
     def wait(self) -> bool:
         """Block until it is done."""
@@ -30,6 +30,6 @@ class Work(Protocol):
 
 
 Apply = Callable[[str, Elements, Planes, Tensor, Planes], Work | None]
-"""A function that begins AdamW on a run of a unit's elements. It takes the unit, the run, the planes to write, the
-gradient, and the planes to read for kinds that are not updated in place. It returns the work to wait for, or None if
-that is done already, or enqueued on the GPU."""
+"""A function that begins AdamW on a run of a unit's elements. Its arguments are the unit, the run, the planes to write,
+the gradient, and the planes to read for kinds that are not updated in place. It returns the work to wait for, or None
+if the work is done, or enqueued on the GPU."""

@@ -1,10 +1,9 @@
-"""Makes directories of a run, locked and closed to other users, also on a mount that others may write to.
+"""Private directories of a run: locked, and closed to other users, even on a mount that others may write to.
 
-Every user of a machine may be allowed to write to a mount. Bytes in a run's directory there become weights, and the
-bytes that a run writes must not go to a file that somebody else chose. So the directory is used only if it belongs to
-this user and nobody else may enter it. It is held open from then on, and its files are reached from the descriptor,
-because its name may lead elsewhere a moment later. For the same reason a file is looked at after it was opened, and
-never before.
+Bytes in a run's directory become weights, and a run must not write to a file that another user chose. So the directory
+is used only if it belongs to this user and no other user may enter it. It stays open, and its files are opened relative
+to its descriptor, because its name may lead elsewhere a moment later. For the same reason a file is checked after it
+was opened, and never before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Reads back small results of compute on the host, while copies go on.
+"""Reads of small results of compute by the host, which do not block other copies.
 
-CUDA makes all copies from a GPU in the order in which they were enqueued, whatever their streams. A small one that is
-enqueued behind compute therefore holds up every gradient and activation that wants to leave after it. So the host waits
-for compute first, and enqueues its copy then.
+CUDA does all copies from a GPU in the order of enqueueing, whatever their streams. So a small copy that waits for
+compute would block all gradients and activations that leave after it. To avoid that, the host first waits for compute,
+and then enqueues the copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatier.host_wait import HOST_WAIT
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a tensor in RAM once the current stream has made it. Other copies from its GPU go on meanwhile."""
+    """Wait until the current stream has made a tensor, and return it in RAM. Other copies go on meanwhile."""
     if tensor.is_cuda:
         with HOST_WAIT:
             torch.cuda.current_stream(tensor.device).synchronize()

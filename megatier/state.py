@@ -1,8 +1,8 @@
 """The state of a parameter: the planes that an optimizer keeps of it, their widths, their names in a checkpoint. Pure.
 
-A `StateSchema` is what placement, blocks, queues, checkpoints and the arithmetic have to agree on, written once. Each
-unit has one. Plans and queues take kinds and bytes from it, and never name an optimizer. Another optimizer is another
-schema, and the arithmetic that reads and writes its planes (`optim.optimizer`).
+Each unit has a `StateSchema`, from which placement, blocks, queues, checkpoints and the arithmetic take kinds and
+bytes, so that plans and queues never name an optimizer. A new optimizer needs a schema here, and the arithmetic that
+reads and writes its planes (`optim.optimizer`).
 """
 
 from __future__ import annotations

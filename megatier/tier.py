@@ -1,4 +1,4 @@
-"""The vocabulary of the memory hierarchy: tiers, kinds, blocks, policies. Pure: no torch, no I/O."""
+"""The vocabulary of the memory hierarchy: tiers, kinds, blocks, policies, queues, transports. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tier(StrEnum):
 
 
 class Kind(StrEnum):
-    """The sort of bytes that a block holds. The first five are the state of a unit."""
+    """The kind of bytes in a block. The first five are the state of a unit."""
 
     WEIGHT = "weight"
     REMAINDER = "remainder"
@@ -30,11 +30,11 @@ class Kind(StrEnum):
     GRAD = "grad"
     ACTIVATION = "activation"
     GATHERED = "gathered"
-    """The weights of a whole unit on a rank's GPU, gathered from the shards of all ranks."""
+    """The whole weights of a unit on a rank's GPU, after an all-gather."""
     GROUP_GRAD = "group_grad"
-    """The gradient of a whole unit that a rank has made of one group, before its shards go to their owners."""
+    """The whole gradient of a unit that a rank has made of one group, before the reduce-scatter."""
     RECEIVED = "received"
-    """Gradients of a rank's own shard, one from each rank, before they are added."""
+    """The gradients of a rank's own shard, one from each rank, before they are added."""
     MOMENTS = "moments"
     """Moments, and remainders, of so many elements side by side (`integrations`)."""
 
@@ -65,9 +65,9 @@ ActivationsName = Literal["keep", "recompute", "offload"]
 
 
 class Activations(StrEnum):
-    """The policy for a unit's activations between forward and backward, as everyone but the node sees it.
+    """The policy for a unit's activations between forward and backward.
 
-    `engine.activation` carries it out. A policy never changes a number; it costs memory, or compute, or a link.
+    `engine.activation` carries it out. A policy never changes a number. It costs memory, compute or bandwidth.
     """
 
     KEEP = "keep"
@@ -76,7 +76,7 @@ class Activations(StrEnum):
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether all that the forward saved stays until the backward, which then does not run the forward again."""
+        """Whether the saved tensors of the forward stay until the backward, without recomputation."""
         return self is Activations.KEEP
 
     @property
@@ -92,12 +92,12 @@ class Activations(StrEnum):
 
 
 QUEUES = ("nvme_to_ram", "nvme_to_gpu", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "state_to_gpu", "state_to_ram")
-"""The names of the queues. Between RAM and the GPU, state that compute does not wait for has two of its own."""
+"""The names of the queues. State for which compute does not wait has its own two between RAM and the GPU."""
 
 COPY_QUEUES = ("ram_to_gpu", "gpu_to_ram", "state_to_gpu", "state_to_ram")
 """The queues that copy between RAM and the GPU."""
 RING_BYTES = 192 << 20
-"""The pinned pieces of all of them, through which bytes of RAM pass that is not pinned."""
+"""The bytes of all rings: pinned pieces through which RAM is copied that is not pinned."""
 
 
 class Transport(StrEnum):
@@ -112,7 +112,7 @@ class Transport(StrEnum):
 
 
 SHARED_STAGES = 2
-"""Regions that each rank of a host has in shared RAM. One is written while the other is read."""
+"""The number of buffers of each rank in shared RAM. One is written while the other is read."""
 
 STATE_KINDS = (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM)
 """All kinds of state that any schema has (`megatier.state`)."""
@@ -131,7 +131,7 @@ class BlockSpec:
     kind: Kind = Kind.WEIGHT
     """The kind, which decides through which slots and queues it passes."""
     elsewhere: int = 0
-    """Bytes at its end that lie in the user's own files instead of in those of the mounts, if it is at home on NVMe."""
+    """For a home on NVMe, the bytes at its end that are in the user's own files instead of on the mounts."""
 
 
 def round_up(num_bytes: int, multiple: int = PAGE_BYTES) -> int:

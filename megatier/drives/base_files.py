@@ -1,7 +1,7 @@
-"""Reads the frozen bytes of blocks from the user's own files of weights, where they lie.
+"""The files of a frozen base: the user's own files of weights, from which blocks read their frozen bytes in place.
 
-The files are opened for reading and for nothing else. Tensors begin at any byte of such a file, so the engine reads the
-whole pages around a part and copies the part (`IoEngine.gather`). Granules are verified like those of block files.
+`BlockFiles` opens them, for reading only. Because a tensor may begin at any byte of such a file, the engine reads the
+whole pages around it and copies the part (`IoEngine.gather`). Granules are verified like those of block files.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Block files: one file per mount, which is allocated and filled before it is used. Together they are the NVMe tier.
+"""The block files of a run: one file on each mount, allocated and filled before use. Together they are the NVMe tier.
 
-This file has hop 1 (NVMe extent -> RAM slot) and hop 6 (RAM slot -> NVMe extent) of a byte's journey. Three others do
-the parts: `extent` says where the bytes of a block lie, `mounts` has the locked directories, and `io_engine` reads and
-writes. Here the files are opened and filled, spans of blocks are read and written, and failures become typed errors.
+This file has hop 1 (NVMe extent -> RAM slot) and hop 6 (RAM slot -> NVMe extent) of a byte's journey. It uses
+three others: `extent` says where the bytes of a block lie, `mounts` has the locked directories, and `io_engine` reads
+and writes. This file opens and fills the files, moves spans of blocks, and turns failures into typed errors.
 
-Files are filled once, at the start, for two reasons. The first write into a fresh extent of a file system is half as
-fast as an overwrite. And a drive that is full shows before training instead of during it.
+Files are filled with zeros at the start, for two reasons. The first write into a new extent of a file system is half as
+fast as an overwrite, and a drive that is too full is found before training.
 """
 
 from __future__ import annotations

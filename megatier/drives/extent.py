@@ -1,8 +1,8 @@
-"""Extents: where a block lies on the mounts, and the checksums of its bytes.
+"""The extent of a block: its place on the mounts, and the checksums of its bytes.
 
-A block is cut into stripes, which are dealt to the mounts by their shares. Every granule of 64 KiB has a checksum. All
-checksums are held in RAM: they are stored when a granule is written, and compared when it is read. The end of a block
-may lie elsewhere: in parts of the user's own files (`base_files`), which are never written. Nothing here opens a file.
+A block is cut into stripes, which are distributed over the mounts by their shares. Every granule of 64 KiB has a
+checksum in RAM, which is stored when the granule is written and compared when it is read. The end of a block may be in
+parts of the user's own files (`base_files`), which are never written. Nothing here opens a file.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Extent:
 
 
 class Striping:
-    """Deals stripes to the mounts."""
+    """The distribution of stripes over the mounts."""
 
     def __init__(self, budgets: Sequence[int], shares: Sequence[float], granule_bytes: int) -> None:
         """Take a budget in bytes and a share for each mount. Without shares, the budgets are the shares."""

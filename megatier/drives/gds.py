@@ -1,12 +1,11 @@
-"""Reads block files from NVMe into GPU memory past RAM, by the library kvikio.
+"""GPUDirect Storage: reads of block files from NVMe into GPU memory past RAM, by the library kvikio.
 
-This is the only file that knows kvikio. If the machine has GPUDirect Storage, the drive writes into GPU memory.
-Otherwise kvikio reads into buffers of its own in RAM and copies from there (its compatibility mode). kvikio chooses,
-and its byte counters tell what it chose; KVIKIO_COMPAT_MODE=ON in the environment forbids GPUDirect Storage.
+The queue `nvme_to_gpu` calls it, and only this file uses kvikio. If the machine has GPUDirect Storage, the drive writes
+into GPU memory. Otherwise kvikio reads into its own buffers in RAM and copies from there (its compatibility mode).
+kvikio chooses, and its byte counters say how; KVIKIO_COMPAT_MODE=ON in the environment forbids GPUDirect Storage.
 
-kvikio knows no CUDA streams. So whatever still uses the target must be over before a read begins. kvikio's own copies
-come after the work that is enqueued on CUDA's default stream. A read blocks until its bytes are there, and verified on
-the GPU.
+kvikio ignores CUDA streams, so all work that uses the target must be over before a read begins. Its own copies come
+after the work on CUDA's default stream. A read blocks until its bytes are on the GPU and verified there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Computes checksums of GPU memory by a Triton kernel, with the bits of native/checksum.c.
+"""Checksums of GPU memory by a Triton kernel, with the same bits as native/checksum.c.
 
 A CRC is linear: flipping a bit of a granule flips bits of its checksum that depend only on how far the bit lies from
 the end. So words are summed up like the digits of a number (Horner's rule). This goes row by row, 4 KiB at a time, with
@@ -6,8 +6,8 @@ a sum for each column. The sum of a column, times a factor for its distance from
 Numbers here are polynomials over GF(2) modulo that of the CRC. Their bits are reversed as in C: bit 31 is the number 1,
 and addition is xor.
 
-Import this file only if CUDA is available, since only the CUDA builds of torch bring Triton. Launches go to the current
-stream.
+Import this file only if CUDA is available, because only the CUDA builds of torch include Triton. Kernels run on the
+current stream.
 """
 
 from __future__ import annotations

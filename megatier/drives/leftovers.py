@@ -1,12 +1,11 @@
-"""Finds directories of killed runs on mounts, and removes them if asked to.
+"""Leftovers: directories of killed runs on mounts, which `megatier clean` finds and removes.
 
-A run removes its block files when it ends, even by an error or a signal. A process that the system kills cannot do so,
-and files that a savepoint needs stay. The lock on the directory ends with the process in any case.
+A run removes its block files when it ends, even by an error or a signal. A killed process cannot do so, and files that
+a savepoint needs stay. In each case the lock on the directory ends with the process.
 
-So a directory is left over if its lock is free. It is looked at and removed while this process holds the lock. Its
-files are reached from the open directory, so that nothing is touched that was put in its place meanwhile. A run that
-wants the lock at this very moment makes a new directory or is refused (`RunLockedError`). It has no bytes yet, so it
-loses none.
+So a directory with a free lock is left over. This process inspects and removes it while it holds the lock. It reaches
+the files through the open directory, so that it touches nothing that was put in its place. A run that wants the lock at
+that moment makes a new directory or is refused (`RunLockedError`), and loses no bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Keeps the budget of each mount, and locks the directory that a run has there.
+"""The locked directory of a run on each mount, and the mounts' budgets.
 
-Files lie in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600. Nothing but that directory is ever
-removed. They are removed when the process ends, unless a savepoint needs them; `leftovers` removes those of a process
-that was killed. A directory or file that others may have put in their place is refused (`private`).
+Files are in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600. Only that directory is ever removed:
+at the end of the process, unless a savepoint needs it, or by `leftovers` after the process was killed. A directory or
+file that another user may have put there is refused (`private`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from megatier.config.schema import TrainConfig
 from megatier.errors import OptimizerError, StreamedModelError
 from megatier.models.decoder import decays
 from megatier.optimizers import OPTIMIZERS
-from megatier.tiered_adamw.state_elsewhere import StateElsewhere, check_group
+from megatier.tiered_adamw.external_state import ExternalStateOptimizer, check_group
 
 SHARED = ("lr", "betas", "eps", "momentum")
 """Settings that all groups share. AdamW has no momentum."""
@@ -30,7 +30,7 @@ class Stepped(Protocol):
         """Give up the step that has begun."""
 
 
-class StreamedOptimizer(StateElsewhere):
+class StreamedOptimizer(ExternalStateOptimizer):
     """The optimizer of a streamed model: AdamW, or Muon for the matrices of layers.
 
     It has two groups, the parameters with weight decay and those without it (biases, norms). Frozen ones are in

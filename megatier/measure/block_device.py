@@ -1,4 +1,4 @@
-"""Finds the block device under a directory, and reads how many bytes it has moved, as the kernel counts."""
+"""The block device under a directory, and the bytes that it has moved, as the kernel counts them."""
 
 from __future__ import annotations
 

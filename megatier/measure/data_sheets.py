@@ -1,4 +1,4 @@
-"""What makers say of GPUs that people have. It is taken for a GPU that nobody measured.
+"""Rates of common GPUs from their makers' data sheets, for plans of machines that were not measured.
 
 Sources, all by NVIDIA: the white papers of the architectures GA102 (RTX 3090), Ada (RTX 4090), RTX Blackwell (RTX 5090)
 and Grace Hopper (GH200), and the data sheets of A100, L40S, H100, H200, RTX Pro 6000 Blackwell and DGX Spark (GB10).

@@ -1,7 +1,7 @@
-"""Measures drives as the store uses them: blocks in block files, native I/O, checksums, slots of an arena.
+"""The probe of drives: their rates as the store uses them, with block files, native I/O, checksums and slots.
 
-Nothing is printed, and the files are removed whatever happens, except after kill -9. A *flag* says that a figure must
-not be believed. A *note* says something else that one should know about a figure.
+`megatier bench` runs it. It prints nothing, and removes its files except after kill -9. A *flag* says that a figure is
+not reliable. A *note* says something else about a figure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Makes traffic on one drive as the store does: blocks in block files, native I/O, checksums, slots.
+"""Traffic on one drive like that of the store: blocks in block files, native I/O, checksums, slots.
 
-Files are removed whatever happens, except after kill -9.
+`drive_probe` measures its rates. Files are removed except after kill -9.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Operation = tuple[bool, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """Blocks that were moved one after the other, with several in flight."""
+    """A series of block moves in one direction, with several in flight."""
 
     num_bytes: int
     """The bytes of all blocks."""

@@ -1,7 +1,7 @@
-"""Measures links and processors as a run uses them: queues between arenas, AdamW's kernels, products.
+"""The probe of links and processors: their rates as a run uses them, with queues, AdamW's kernels and products.
 
-Nothing is printed. A *flag* says that a figure must not be believed. A *note* says something else that one should know
-about a figure.
+`megatier bench` runs it, and it prints nothing. A *flag* says that a figure is not reliable. A *note* says something
+else about a figure.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class UpdateFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFigures:
-    """The figures of everything that is no drive."""
+    """The rates of links, CPU and GPU."""
 
     device: str
     """The device that computes: "cuda" or "cpu"."""

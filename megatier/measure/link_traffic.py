@@ -1,6 +1,7 @@
-"""Makes traffic on links and processors as a run does: copies on queues between arenas, AdamW, products.
+"""Traffic on links and processors like that of a run: copies on queues between arenas, AdamW, products.
 
-Each kind of traffic goes on until it is told to stop, and then returns its rate. So several kinds can run at once.
+`link_probe` measures its rates. Each kind of traffic runs until it is told to stop, and then returns its rate, so that
+several kinds can run at the same time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds by trying how much RAM the CUDA driver pins: no figure of the system tells it."""
+"""The probe of pinned RAM: it tries how much the CUDA driver pins, because no figure of the system says so."""
 
 from __future__ import annotations
 

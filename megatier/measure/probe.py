@@ -1,9 +1,8 @@
-"""Keeps the rates that `megatier bench` measured on this machine, for plans.
+"""The cache of rates that `megatier bench` has measured on this machine, from which plans are made.
 
-The cache is the file `megatier/rates.json` in $XDG_CACHE_HOME or ~/.cache. It is a list with one entry for each
-machine. An entry counts only if its facts are those of the machine that reads it: host name, machine id, processor,
-cores and GPUs. A drive in it counts only if the directory lies on the file system that was measured: the same mount
-point, type, size, device number and id.
+It is the file `megatier/rates.json` in $XDG_CACHE_HOME or ~/.cache, with an entry for each machine. An entry is used
+only if its facts match the machine: host name, machine id, processor, cores and GPUs. A drive in it is used only if the
+directory is on the file system that was measured: the same mount point, type, size, device number and id.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Measures how fast ranks gather and scatter, and how much that slows compute down meanwhile.
+"""The probe of collectives: how fast ranks all-gather and all-to-all, and how much that slows compute.
 
-All ranks measure at the same time, with the queue and the collectives of a run. A collective takes all ranks, so they
-agree how many they make.
-
-If GPUs cannot read each other's memory, there are two ways for bytes between them, and both are measured. Runs take the
-one that costs compute less.
+`megatier bench` runs it under torchrun, on all ranks at the same time, with the queue and the collectives of a run. The
+ranks agree on the number of collectives. If GPUs cannot read each other's memory, there are two transports, and both
+are measured. Runs then use the one that costs compute less.
 """
 
 from __future__ import annotations

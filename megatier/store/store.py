@@ -297,11 +297,10 @@ class TieredStore(ClosedWhenDropped):
             self._copies.wake()
 
     def reset(self) -> None:
-        """Wait for all moves after an interrupted change, and forget all leases, slots and dirty bytes.
+        """Wait for all moves, and forget all leases, slots and dirty bytes. The caller then overwrites all blocks.
 
-        The caller then overwrites all blocks. Older leases end without effect, and threads that wait for slots fail.
+        Older leases end without effect, and threads that wait for slots fail.
         """
-        # Set before the wake, so that waiting threads fail and take no slots.
         self.consistency.is_torn = True
         self.wake()
         for queue in self.queues:
@@ -323,7 +322,7 @@ class TieredStore(ClosedWhenDropped):
             block = self._blocks.find(key)
             write_backs = block.write_backs()
 
-        # Moves may take long, so this waits without the lock. The copies may have changed afterwards.
+        # Without the lock, because moves may take long. Copies may have changed afterwards.
         for transfer in write_backs:
             transfer.wait()
         with self._copies.lock, self.consistency.call:

@@ -1,7 +1,7 @@
-"""Keeps the chunks of an optimizer in a store of their own.
+"""The store of an optimizer's chunks of state.
 
-Between steps every chunk is at home, in RAM or on NVMe, or on its way there. For its update it comes to the tier of
-its parameters. For a GPU it passes through slots in GPU memory, and a chunk from NVMe through RAM slots as well.
+Between steps every chunk is at home in RAM or on NVMe, or is being written there. For its update it comes to the tier
+of its parameters: on a GPU to a slot in GPU memory, from NVMe by way of a slot in RAM.
 """
 
 from __future__ import annotations

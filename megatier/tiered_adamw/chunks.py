@@ -1,8 +1,8 @@
-"""Cuts the state of an optimizer's parameters into chunks, and places each of them. Pure arithmetic.
+"""The chunks of an optimizer's state, and the home of each. Pure.
 
-A chunk is one block of the store. It holds both moments of so many elements, of one parameter or of several, and for
+A chunk is one block of the store. It has both moments of a number of elements, of one parameter or several, and for
 bf16 parameters also the remainder of the fp32 master. Chunks at home in RAM and on NVMe alternate as evenly as the
-budget allows, so that the drive works while those in RAM are updated.
+budget allows, so that drives work while chunks in RAM are updated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks which parameters a tiered optimizer can take, and orders their elements as memory does."""
+"""The parameters of a tiered optimizer: which ones it can take, and the order of their elements in memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Places the state of a tiered optimizer: chunks with their homes, and the threads that update them.
+"""The placed state of a tiered optimizer: its chunks in their homes, and the threads that update them.
 
-The number of a parameter is its place among all parameters of the optimizer, those without a gradient included.
+The number of a parameter is its index among all parameters of the optimizer, including those without a gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Writes a state_dict to a file that `torch.load` reads, without ever having it in RAM.
+"""The file of a state_dict, which `torch.load` reads, written without the whole state in RAM.
 
-torch lays the file out from a description, which is tensors without numbers, and leaves their places empty. Then the
-file is mapped, and the numbers are written into their places.
+torch lays out the file from tensors without data, and leaves their places empty. Then the file is mapped, and the data
+is written into these places.
 """
 
 from __future__ import annotations

@@ -27,13 +27,13 @@ from megatier.finalizer import ClosedWhenDropped
 from megatier.hardware import ram_available_bytes
 from megatier.patch import patched
 from megatier.tiered_adamw.chunks import ChunkPlan, ParameterSize, plan_chunks
+from megatier.tiered_adamw.external_state import ExternalStateOptimizer, StateView, check_group
 from megatier.tiered_adamw.parameters import check_parameters, schema_of
 from megatier.tiered_adamw.placed_state import PlacedState
-from megatier.tiered_adamw.state_elsewhere import StateElsewhere, StateView, check_group
 from megatier.tiered_adamw.state_file import StateDict, write_state_file
 
 
-class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
+class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
     """An optimizer whose state lies in RAM and on NVMe: `TieredAdamW` or `TieredMuon`.
 
     It behaves as torch's does, with these differences:

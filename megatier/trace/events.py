@@ -1,4 +1,4 @@
-"""Events of a trace: transfers, compute, updates and stalls on one clock, their sums, and the file that shows them."""
+"""The events of a trace: transfers, compute, updates and stalls on one clock, their sums, and the trace file."""
 
 from __future__ import annotations
 

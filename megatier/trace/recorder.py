@@ -1,6 +1,7 @@
-"""Records what the queues of a pass are at, and makes events of what has ended.
+"""The recorder of a pass: what each queue is doing now, and the events of what has ended.
 
-Threads: the thread that computes calls `access`, `collect` and `take`; the queues that update call `work`.
+The player and its queues report to it, and the watchdog and the trace read it. The thread that computes calls `access`,
+`collect` and `take`, and the update queues call `work`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from megatier.store.transfer import Transfer
 from megatier.trace.events import TraceEvent, own_seconds
 
 STALL_NS_MIN = 20_000
-"""Waits shorter than this are the cost of asking, not a stall."""
+"""Shorter waits do not count as stalls, because asking takes as long."""
 
 WAIT_SLICE_S = 0.001
-"""How often a thread that waits looks again at what it waits for, to name the cause."""
+"""Seconds between two looks of a waiting thread at what it waits for, to name the cause."""
 STEP_END = "end of the step"
-"""What a wait after the last use of a pass is about."""
+"""The name of a wait after the last use of a pass."""
 
 Pause = tuple[str, Instant, Instant]
-"""A wait of compute within a use: its cause, when it began, and when compute went on."""
+"""A wait of compute within a use: its cause, its start and its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +35,21 @@ class _Use:
     """One use of a unit by compute."""
 
     access: Access
-    """What was used."""
+    """The access."""
     cause: str
-    """What compute waited for most before it; empty: nothing."""
+    """What compute waited for longest before it; empty if it did not wait."""
     asked: Instant
-    """When compute asked for the weights."""
+    """The time at which compute asked for the weights."""
     entered: Instant
-    """When it had them."""
+    """The time at which it got them."""
     left: Instant
-    """When it gave them back."""
+    """The time at which it gave them back."""
     pauses: list[Pause]
     """The waits of compute since the last use."""
 
 
 class Recorder:
-    """Collects the events of a pass, and knows what each queue is at.
+    """The events of a pass, and what each queue is doing.
 
     Device times are read when they have passed, so that recording never blocks compute.
     """
@@ -61,8 +62,8 @@ class Recorder:
         """
         self._clock = clock
         self.busy: dict[str, str] = {}
-        """The queue or wait that each queue is at now, which is the cause of a stall that waits for it. Each queue's
-        thread writes its own entry."""
+        """What each queue is doing now, which is the cause of a stall that waits for it. Each queue's thread writes its
+        own entry."""
         self._uses: list[_Use] = []
         """Uses whose end the device may not have reached yet."""
         self._pauses: list[Pause] = []
@@ -74,16 +75,16 @@ class Recorder:
         self._events: list[TraceEvent] = []
 
     def access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
-        """Note one use of a unit: when compute asked, had the weights, and gave them back.
+        """Record a use of a unit.
 
         Args:
             access: the use.
-            cause: what compute waited for most; empty: nothing, so the time until it had the weights is the host's.
-            asked: when it asked for them.
-            entered: when it had them.
-            left: when it gave them back.
+            cause: what compute waited for longest; empty if it did not wait, so that the time is the host's.
+            asked: the time at which compute asked for the weights.
+            entered: the time at which it got them.
+            left: the time at which it gave them back.
         """
-        # Times are kept as instants and read later: on a GPU they are events, whose reading would wait for the device.
+        # Times are read later, because on a GPU they are events, and reading them would wait for the device.
         use = _Use(
             access=access,
             cause=cause,
@@ -96,18 +97,18 @@ class Recorder:
         self._pauses = []
 
     def pause(self, cause: str, asked: Instant, resumed: Instant) -> None:
-        """Note a wait of compute in the present use, or before the next one: when it asked, and when it went on."""
+        """Record a wait of compute in the current use or before the next one, from `asked` to `resumed`."""
         self._pauses.append((cause, asked, resumed))
 
     @contextmanager
     def waiting(self, cause: str = "") -> Iterator[Counter[str]]:
-        """Note what compute waits inside as a pause. Every wait of compute is in such a region, or in an access.
+        """Record the time in this context as a wait of compute. Every wait of compute is in one, or in an access.
 
         Args:
-            cause: what it waits for, unless more is known of that inside.
+            cause: what compute waits for, unless the block finds out more.
 
         Yields:
-            Votes by cause, for the code that looks at what is waited for: the cause is that with the most.
+            Votes by cause, which the block may add. The cause with the most votes is recorded.
         """
         causes: Counter[str] = Counter()
         asked = Instant(self._clock)

@@ -1,7 +1,7 @@
-"""Torch optimizers whose state lies elsewhere than in `optimizer.state`: on tiers, in chunks.
+"""The base of torch optimizers whose state is outside of `optimizer.state`, in chunks on tiers.
 
-Schedulers, checkpoint libraries and users take any torch optimizer for one whose state they can look at, copy and
-replace. Here each of these is answered rightly, or refused by name before anything is changed.
+Schedulers, checkpoint libraries and users expect of every torch optimizer that they can read, copy and replace its
+state. This class answers each such use correctly, or refuses it with an error before anything changes.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def check_group(group: Mapping[str, Any], settings: Collection[str]) -> None:
             raise OptimizerError(f"a parameter group has {name}={group[name]!r}; this optimizer has {value!r} alone.")
 
 
-class StateElsewhere(Optimizer):
-    """A torch optimizer whose state lies elsewhere. It is not copied, and its `state` is not replaced."""
+class ExternalStateOptimizer(Optimizer):
+    """A torch optimizer whose state is outside of `state`, and which cannot be copied."""
 
     _remedy: str
-    """How its state is copied and replaced, for messages."""
+    """A sentence for messages, which says how to copy and replace the state."""
     _shown: MutableMapping[Any, Any] | None = None
-    """What `state` is for a moment, while torch packs it."""
+    """The object that `state` returns while torch packs it; None: the view."""
 
     def _view(self) -> MutableMapping[Any, Any]:
         """Return the object that `state` is."""
@@ -173,4 +173,4 @@ class EntryCopy(dict[str, Tensor]):
         raise OptimizerError(f"this is a copy of {name}, and to set it changes nothing. {self._remedy}")
 
 
-__all__ = ["EntryCopy", "StateElsewhere", "StateView", "check_group"]
+__all__ = ["EntryCopy", "ExternalStateOptimizer", "StateView", "check_group"]
