@@ -13,7 +13,7 @@ import torch
 from megatier.planes import Apply, Elements, Planes, Work
 
 
-class GradientSums(Protocol):
+class GroupSums(Protocol):
     """The sums of a run's gradients over groups."""
 
     def accumulate(self, unit: str, total: torch.Tensor, part: torch.Tensor, *, group: int) -> None:
@@ -53,7 +53,7 @@ class Optimizer(Protocol):
     """The arithmetic of a run's updates."""
 
     @property
-    def sums(self) -> GradientSums:
+    def sums(self) -> GroupSums:
         """The sums of the gradients that it applies."""
 
     def apply(self, unit: str, elements: Elements, planes: Planes, grad: torch.Tensor, before: Planes) -> Work | None:

@@ -90,7 +90,7 @@ def _join(device: str, *, is_guest: bool) -> Ranks:
 def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ranks:
     """Join the ranks. This runs on a thread of its own."""
     import torch.distributed as dist
-    from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     # torchrun sets all four variables. Other launchers set the two that torch's `env://` needs.
     rank = int(os.environ["RANK"])
@@ -102,16 +102,8 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
 
     # The program around gets a default group for its device. This run has groups of its own.
     if not dist.is_initialized():
-        needs_nccl = is_guest and device == "cuda"
-        store, _, _ = next(rendezvous("env://"))
-        name = _meet(store, rank, size, is_given_up)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if needs_nccl else "gloo",
-            store=PrefixStore(name, store),
-            rank=rank,
-            world_size=size,
-            timeout=TIMEOUT,
-        )
+        backend = "cpu:gloo,cuda:nccl" if is_guest and device == "cuda" else "gloo"
+        _open_default_group(backend, rank, size, is_given_up)
 
     # Each thread has a group of its own, so that none waits for the collectives of another.
     own = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -134,6 +126,27 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
     own_store = PrefixStore(f"megatier {run}", connection)
     watched = partial(PeerMonitor, own_store, rank, members, groups)
     return Ranks(rank, size, local_rank, local_size, groups, watched)
+
+
+def _open_default_group(backend: str, rank: int, size: int, is_given_up: _native.Latch) -> None:
+    """Initialise `torch.distributed`, under a name that no earlier start of these ranks had.
+
+    Raises:
+        PeerError: a rank does not come.
+        StepAbandonedError: the thread that waits for the ranks was interrupted.
+    """
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+
+    store, _, _ = next(rendezvous("env://"))
+    name = _meet(store, rank, size, is_given_up)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(name, store),
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+    )
 
 
 def _meet(store: Store, rank: int, size: int, is_given_up: _native.Latch) -> str:

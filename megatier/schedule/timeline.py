@@ -338,14 +338,8 @@ def _assign_slots(accesses: Sequence[Access], placement: Placement, passed: Cont
     Raises:
         PlanError: a unit must be loaded and there is no slot.
     """
-    # Ranks have only shards at home, so each unit is gathered into a slot for whole weights.
-    is_shared = placement.num_ranks > 1
-    num_slots = placement.num_slots(Tier.GPU, Kind.GATHERED if is_shared else Kind.WEIGHT)
-    resident: set[str] = set()
-    if not is_shared:
-        homes = placement.homes.items()
-        resident.update(unit for (unit, kind), home in homes if kind is Kind.WEIGHT and home is Tier.GPU)
-
+    num_slots = placement.num_slots(Tier.GPU, Kind.GATHERED if placement.num_ranks > 1 else Kind.WEIGHT)
+    resident = _whole_on_gpu(placement)
     uses: dict[str, list[int]] = {}
     for index, access in enumerate(accesses):
         if index not in passed:
@@ -384,6 +378,15 @@ def _assign_slots(accesses: Sequence[Access], placement: Placement, passed: Cont
         last_use[slot] = index
 
     return loads
+
+
+def _whole_on_gpu(placement: Placement) -> set[str]:
+    """Return the units whose whole weights are at home on the GPU, and so need no slot."""
+    # Ranks have only shards at home, so each unit is gathered into a slot.
+    if placement.num_ranks > 1:
+        return set()
+    homes = placement.homes.items()
+    return {unit for (unit, kind), home in homes if kind is Kind.WEIGHT and home is Tier.GPU}
 
 
 def _next_use(uses: Mapping[str, list[int]], unit: str | None, now: int) -> float:

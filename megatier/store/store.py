@@ -13,8 +13,8 @@ first block is used (`seal`), and never later.
             store.mark_dirty("layer0", Tier.RAM)  # within the lease: later the slot may be another block's
         store.write_back("layer0", Tier.RAM).wait()
 
-The parts are `blocks`, `copies` and their slots, `fills` and `write_backs` (moves up and home), `lease`, `outside` (moves
-to memory of others) and `loan` (of GPU memory).
+The parts are `blocks`, `copies` and their slots, `fills` and `write_backs` (moves up and home), `lease`, `outside`
+(moves to memory of others) and `loan` (of GPU memory).
 
 Threads: any thread may call any method. Callers order their own reads and writes of leased bytes. One lock guards all
 bookkeeping. A thread releases it before it waits for a slot or a move, and the queues never take it, so it causes no
