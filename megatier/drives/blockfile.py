@@ -36,7 +36,7 @@ class IoOptions:
     """The options of access to block files."""
 
     num_threads: int = 4
-    """The number of requests that the engine works on at once, in each direction."""
+    """The number of native threads of the engine in each direction."""
     engine: Callable[[int], IoEngine] = NativeEngine
     """Makes the engine that reads and writes, for so many threads."""
     direct: bool = True
@@ -48,16 +48,16 @@ class IoOptions:
     granule_bytes: int = 64 << 10
     """The bytes under one checksum: a power of two, at least 4,096. Spans of a block start where granules do."""
     shares: tuple[float, ...] = ()
-    """The part of the bytes that each mount takes, in any unit, such as its measured rate. If empty, budgets decide."""
+    """The share of the bytes for each mount, in any unit, such as its measured rate. If empty, budgets decide."""
     reuses: bool = False
     """Whether to take the files that a process of the same run id kept, with the bytes in them. The caller puts
     their checksums back before anything is read (`TieredStore.extents`)."""
     run: str = ""
-    """The run directory, which a note beside the files names. Empty: there is none."""
+    """The run directory, for the note beside the files; empty if there is none."""
 
 
 class FileBatch:
-    """Batches of the engine, whose failure becomes a typed error."""
+    """Batches of the engine as one completion, with typed errors."""
 
     def __init__(
         self, batches: Sequence[tuple[IoBatch, Sequence[Path]]], what: str, key: str, base: BaseFiles | None = None
@@ -76,13 +76,13 @@ class FileBatch:
         self._base = base
 
     def wait(self) -> None:
-        """Block, with the GIL free, until all batches have ended; raise the error of one that failed.
+        """Block, with the GIL free, until all batches have ended. Raise the error of a failed one.
 
         Raises:
             TransferError, IntegrityError: a device failed, or a granule is damaged.
             BaseChangedError: such a granule is one of a file of the base that was written.
         """
-        # All of them end first, since a batch goes on to touch the memory if another one has failed.
+        # All have to end first, because a batch goes on to use the memory after another one has failed.
         for batch, _ in self._batches:
             batch.wait()
 
@@ -95,13 +95,13 @@ class FileBatch:
         kind, code, segment, offset, expected, found = error
         path = paths[segment]
 
-        # A file that somebody wrote meanwhile explains any of the errors, so that is looked at first.
+        # A base file that was changed meanwhile explains any error, so check that first.
         if self._base is not None:
             self._base.check([path])
         if kind == "checksum":
             raise IntegrityError(self._key, str(path), offset, expected, found)
 
-        # A file that ends too early is no error of the system, so there is no errno.
+        # A file that is too short is not an error of the system, so there is no errno.
         what = f"{self._what} of block {self._key}"
         raise TransferError(what, "nvme", str(path), offset, code if kind == "io" else 0)
 
@@ -116,13 +116,13 @@ class FileBatch:
 
 
 class BlockFiles:
-    """All blocks of one store on NVMe.
+    """The blocks of one store on NVMe.
 
     Threads: `reserve`, `allocate` and `fill` are called from one thread. After that, any thread may read and write.
     """
 
     def __init__(self, mounts: Sequence[MountBudget], run_id: str, options: IoOptions) -> None:
-        """Create and lock a directory on each mount. Nothing large is allocated yet.
+        """Create and lock a directory on each mount, without allocating files yet.
 
         Raises:
             ConfigError: a mount does not exist, lies in RAM, or may not be written; or other users may enter the run's
@@ -135,19 +135,19 @@ class BlockFiles:
         """Whether access is by O_DIRECT, which is known once the files are allocated."""
         self._is_kept = options.reuses
         self._mounts = tuple(mounts)
-        # Before any directory is made: a mount that is refused leaves nothing on the others.
+        # Before any directory is made, so that an error leaves nothing on other mounts.
         for mount in mounts:
             check_directory(mount.directory)
 
         self._directories = MountDirectories(mounts, run_id, options.run)
         self.paths = self._directories.paths
-        """The file on each mount, for messages. It is there once it is allocated."""
+        """The file on each mount, for messages. It exists after `allocate`."""
         self._files: list[int] = []
         """An open descriptor for each mount."""
         self._engine = options.engine(options.num_threads)
         self._base = BaseFiles(direct=options.direct)
 
-        # A caller that gets an error here has nothing to close, and `close` alone gives threads, locks and files back.
+        # After an error in here the caller has no object to close, so threads, locks and files are closed here.
         try:
             self._directories.lock(reuses=options.reuses)
             self._striping = Striping([budget_bytes(mount) for mount in mounts], options.shares, options.granule_bytes)
@@ -171,11 +171,11 @@ class BlockFiles:
         return self._striping.capacity_bytes
 
     def reserve(self, num_bytes: int, elsewhere: int = 0) -> Extent:
-        """Give a block its place, in stripes over the mounts. It will hold zeros.
+        """Reserve an extent for a block, in stripes over the mounts. It will hold zeros.
 
         Args:
-            num_bytes: its size.
-            elsewhere: bytes at its end, in whole granules from their first on, that `attach` finds in other files.
+            num_bytes: the size of the block.
+            elsewhere: the bytes at its end, in whole granules, that are in other files (`attach`).
 
         Raises:
             CapacityError: the mounts' budgets are used up.
@@ -183,9 +183,9 @@ class BlockFiles:
         return self._striping.reserve(num_bytes, elsewhere)
 
     def attach(self, extent: Extent, parts: Sequence[FilePart]) -> None:
-        """Say in which parts of the user's own files the bytes of a block lie that have no place on the mounts.
+        """Set the parts of the user's own files that have the bytes of a block which are not on the mounts.
 
-        They may be read once their checksums are there (`note`).
+        These can be read after their checksums are set (`note`).
 
         Raises:
             TransferError: a file cannot be opened.
@@ -194,9 +194,9 @@ class BlockFiles:
         extent.parts = tuple(parts)
 
     def note(self, extent: Extent, start: int, stop: int, address: int) -> None:
-        """Take the checksums of bytes [start, stop) of a block, which files of the base hold, from memory.
+        """Compute the checksums of bytes [start, stop) of a block from memory. `read` compares with these.
 
-        They were read in another way than by `read`, which compares with these.
+        The bytes are in files of the base, and were read in another way.
         """
         granule = self.options.granule_bytes
         assert start % granule == 0, "a span starts where a granule does"
@@ -206,7 +206,7 @@ class BlockFiles:
             extent.checksums[first // granule] = _native.checksum(granule_address, num_bytes)
 
     def allocate(self) -> None:
-        """Create the files at full size, or open those that were kept. This is quick, and `fill` writes them later.
+        """Create the files at full size, or open kept ones. This is quick, because `fill` writes zeros later.
 
         Raises:
             CapacityError: a drive has less room than was reserved on it.
@@ -219,7 +219,7 @@ class BlockFiles:
                 self._files.append(self._open(index))
                 continue
 
-            # Room is looked at first, since an attempt that fails would fill the drive for a moment.
+            # Checked first, because a failing attempt would fill the drive for a moment.
             directory = self._mounts[index].directory
             remedy = f"Give {directory} a smaller size in tiers.nvme or free space on it."
             free = free_bytes(path.parent)
@@ -228,7 +228,7 @@ class BlockFiles:
 
             self._files.append(self._open(index))
             try:
-                # Allocated and not only given a length, so that the drive cannot be full when training writes here.
+                # Allocated, and not only extended, so that training never finds the drive full.
                 if size:
                     os.posix_fallocate(self._files[index], 0, size)
             except OSError as error:
@@ -239,23 +239,24 @@ class BlockFiles:
                 raise CapacityError("nvme", size, free_bytes(path.parent), remedy) from error
 
     def fill(self, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Write zeros over everything that is new. The head of this file says why.
+        """Fill new files with zeros; the head of this file says why.
 
         Args:
-            progress: is called with the bytes that were asked for since the last call, and then as the last ones come.
+            progress: gets the bytes that were submitted since its last call, and 0 while the last ones are written.
 
         Raises:
             TransferError: the device failed.
         """
         if self.options.reuses:
             return
-        # O_DIRECT takes page-aligned memory alone, which numpy does not promise: hence one page more than is written.
+        # O_DIRECT needs page-aligned memory, which numpy does not guarantee. So there is one page more than is written.
         zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
         address = zeros.ctypes.data + -zeros.ctypes.data % PAGE_BYTES
         in_flight: deque[FileBatch] = deque()
 
         try:
-            # In turns, so that all mounts are filled at once, and few requests at a time: terabytes have too many.
+            # By turns, so that all mounts are filled at the same time, and with a limit, because terabytes have very
+            # many requests.
             for offset in range(0, max(self._striping.used), REQUEST_BYTES):
                 for file, path, used in zip(self._files, self.paths, self._striping.used, strict=True):
                     num_bytes = min(REQUEST_BYTES, used - offset)
@@ -264,7 +265,7 @@ class BlockFiles:
                     if len(in_flight) == QUEUE_DEPTH_MAX:
                         in_flight.popleft().wait()
 
-                    # Without checksums: every extent begins with those of zeros.
+                    # No checksums are stored, because every extent begins with those of zeros.
                     segment = (file, offset, address, num_bytes)
                     batch = self._engine.submit([segment], 0, self.options.granule_bytes, writes=True)
                     in_flight.append(FileBatch([(batch, [path])], "write", "(zeros)"))
@@ -293,24 +294,24 @@ class BlockFiles:
         return self._open(mount)
 
     def opened(self, mount: int) -> Path:
-        """Return a path to a mount's open file, wherever its name leads by now, for what takes no descriptor."""
+        """Return a path to a mount's open file, even if its name leads elsewhere by now, for code that takes paths."""
         return Path(f"/proc/self/fd/{self._files[mount]}")
 
     # HOP 1/6: NVMe extent -> RAM slot
     def read(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
-        """Start reading bytes [start, stop) of a block into page-aligned memory. Every granule is verified."""
+        """Start to read bytes [start, stop) of a block into page-aligned memory. Every granule is verified."""
         batches = []
         own_stop = min(stop, extent.own_bytes)
         if start < own_stop:
             batches.append(self._move(extent, start, own_stop, address, writes=False))
 
-        # What lies behind its own bytes is read where the base holds it.
+        # The remaining bytes are in files of the base.
         base_start = max(start, own_stop)
         if base_start < stop:
             try:
                 batches.append(self._gather(extent, base_start, stop, address + base_start - start))
             except BaseException:
-                # The caller that gets the error takes the memory for free, and the engine would go on to write into it.
+                # After an error the caller reuses the memory, so nothing may still write to it.
                 for batch, _ in batches:
                     batch.wait()
                 raise
@@ -318,12 +319,12 @@ class BlockFiles:
 
     # HOP 6/6: RAM slot -> NVMe extent
     def write(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
-        """Start writing page-aligned memory to bytes [start, stop) of a block. Each granule's checksum is stored."""
+        """Start to write page-aligned memory to bytes [start, stop) of a block. Each granule's checksum is stored."""
         assert stop <= extent.own_bytes, "files of the base are never written"
         return FileBatch([self._move(extent, start, stop, address, writes=True)], "write", key)
 
     def _gather(self, extent: Extent, start: int, stop: int, address: int) -> tuple[IoBatch, Sequence[Path]]:
-        """Hand the parts of a span in files of the base to the engine; returns their batch, and the file of each."""
+        """Submit the parts of a span in files of the base. Return their batch, and the file of each."""
         granule = self.options.granule_bytes
         table = self._checksums_at(extent, start)
         segments, paths = self._base.segments(extent.parts, start, stop, address)
@@ -332,19 +333,19 @@ class BlockFiles:
 
     def _checksums_at(self, extent: Extent, start: int) -> int:
         """Return the address of the checksum of the granule that starts at a byte of a block."""
-        # One checksum for each granule, in the order of the block's bytes, wherever its stripes lie.
+        # The table is in the order of the block's bytes, wherever its stripes are.
         granule_index = start // self.options.granule_bytes
         return extent.checksums.ctypes.data + granule_index * extent.checksums.itemsize
 
     def _move(
         self, extent: Extent, start: int, stop: int, address: int, *, writes: bool
     ) -> tuple[IoBatch, Sequence[Path]]:
-        """Hand the stripes of a span to the engine; returns their batch, and the file of each."""
+        """Submit the stripes of a span. Return their batch, and the file of each."""
         granule = self.options.granule_bytes
         assert start % granule == 0, "a span starts where a granule does"
         assert stop % granule == 0 or stop == extent.num_bytes, "a span ends with a granule or with its block"
 
-        # The engine gets a segment for each part of a stripe, all in one batch: mounts work at the same time.
+        # All parts of stripes are in one batch, so that mounts work at the same time.
         segments = []
         paths = []
         for part in extent.stripe_parts(start, stop):
@@ -356,21 +357,21 @@ class BlockFiles:
         return self._engine.submit(segments, table, granule, writes=writes), paths
 
     def keep(self, keeps: bool) -> None:
-        """Decide whether the files outlive this process, as they are when it ends. A mark next to them says so.
+        """Decide whether the files stay after this process ends. A mark beside them says so.
 
         Raises:
             TransferError: a drive failed, or refuses the mark.
         """
-        # Noted first: if a drive fails below, the files stay until this is called again with False.
+        # Set first, so that files stay if a drive fails below, until this is called again with False.
         self._is_kept = keeps
 
-        # All bytes are on all drives before a mark on any of them says that they are kept.
+        # All bytes have to be on the drives before a mark says that they are kept.
         if keeps:
             self.sync()
         self._directories.keep(keeps)
 
     def sync(self) -> None:
-        """Wait until everything that was written is on the drives, and survives a loss of power.
+        """Wait until all written bytes are on the drives, and survive a loss of power.
 
         Raises:
             TransferError: a drive failed.
@@ -384,15 +385,15 @@ class BlockFiles:
                 raise TransferError("synchronising", "nvme", str(path), 0, error.errno or 0) from error
 
     def close(self) -> None:
-        """Finish what runs, close the files, remove them unless they are kept, and unlock.
+        """Finish all requests, close the files, remove them unless they are kept, and unlock.
 
         It is safe to call this twice. Files on a drive that is gone or read-only stay; a transfer that failed has told
         the caller about that drive.
         """
-        # The engine ends before the descriptors are closed, since another file may get their numbers at once.
+        # The engine ends first, because another file may get a closed descriptor at once.
         self._engine.close()
 
-        # Forgotten first: a second call would close files of others, which have these numbers by then.
+        # Removed from the list first, because after a second call other files may have these descriptors.
         while self._files:
             with contextlib.suppress(OSError):
                 os.close(self._files.pop())

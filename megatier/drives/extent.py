@@ -67,19 +67,19 @@ class Extent:
         self.stripes = stripes
         """Its stripes, in order."""
         self.checksums = checksums
-        """A uint32 for each granule, in RAM. Native threads store checksums here and compare with them."""
+        """The checksum of each granule: uint32 [granules]. Native threads store and compare them."""
         self.own_bytes = sum(stripe.num_bytes for stripe in stripes)
-        """The bytes that lie on the mounts, which come first. All others are read from `parts`."""
+        """The bytes on the mounts, which come first. All others are in `parts`."""
         self.parts: tuple[FilePart, ...] = ()
-        """The parts of files that have the other bytes, in order; zeros lie between them."""
+        """The parts of files with the other bytes, in order, with zeros between them."""
 
     def padded(self, stop: int) -> int:
-        """Return the end on the drive of a span that ends at `stop`, since a block's last page is moved whole."""
+        """Return the end on the drive of a span that ends at `stop`. A block's last page is moved whole."""
         return round_up(stop)
 
     def stripe_parts(self, start: int, stop: int) -> Iterator[Stripe]:
-        """Yield the parts of stripes that hold bytes [start, stop) of the block. Their `start` counts from `start`."""
-        # A block has few stripes, so a search would gain nothing.
+        """Yield the parts of stripes with bytes [start, stop) of the block. Their offsets count from `start`."""
+        # A block has few stripes, so a linear scan is enough.
         for stripe in self.stripes:
             first = max(start, stripe.start)
             last = min(stop, stripe.start + stripe.num_bytes)
@@ -96,7 +96,7 @@ class Striping:
     """The distribution of stripes over the mounts."""
 
     def __init__(self, budgets: Sequence[int], shares: Sequence[float], granule_bytes: int) -> None:
-        """Take a budget in bytes and a share for each mount. Without shares, the budgets are the shares."""
+        """Use a budget in bytes and a share for each mount. Without shares, the budgets are the shares."""
         self._budgets = tuple(budgets)
         self._shares = tuple(shares or budgets)
         self._granule_bytes = granule_bytes
@@ -106,7 +106,7 @@ class Striping:
         """The bytes that are reserved on each mount."""
 
     def reserve(self, num_bytes: int, elsewhere: int = 0) -> Extent:
-        """Give a block its place, in stripes over the mounts. It will hold zeros.
+        """Reserve an extent for a block, in stripes over the mounts. It will hold zeros.
 
         Args:
             num_bytes: its size.
@@ -119,7 +119,7 @@ class Striping:
         granule = self._granule_bytes
         assert not elsewhere or total % granule == 0, "every granule is read from mounts, or from other files"
 
-        # If the mounts have too little room together, nothing of the block stays reserved.
+        # If all mounts together have too little room, nothing is reserved.
         before = list(self.used)
         stripes = []
         start = 0
@@ -139,7 +139,7 @@ class Striping:
             self.used[mount] += size
             start += size
 
-        # What lies elsewhere has checksums too, which `BlockFiles.note` puts there.
+        # Bytes in other files have checksums too, which `BlockFiles.note` sets.
         block_bytes = total + elsewhere
         checksums = zero_checksums(block_bytes, granule)
         return Extent(block_bytes, tuple(stripes), checksums)
@@ -154,13 +154,13 @@ class Striping:
         for mount, (budget, used) in enumerate(zip(self._budgets, self.used, strict=True)):
             room = budget - used
 
-            # Only the last stripe of a block may end inside a granule, since every other granule lies on one mount.
+            # Only the last stripe may end inside a granule, because every granule is on one mount.
             if room < missing:
                 room -= room % self._granule_bytes
-            # No stripe is longer, so that a large block lies on all mounts and they move it together.
+            # Stripes have a maximum, so that all mounts move a large block together.
             size = min(missing, STRIPE_BYTES, room)
 
-            # Equals go by index: a run that resumes from a savepoint must deal the same stripes as before.
+            # Ties go by index, because a run that resumes from a savepoint needs the same stripes.
             taken = used / max(1, self._shares[mount])
             if size > 0 and taken < least:
                 best = (mount, size)
@@ -177,7 +177,7 @@ def zero_checksum(num_bytes: int) -> int:
 
 def zero_checksums(num_bytes: int, granule_bytes: int) -> npt.NDArray[np.uint32]:
     """Return the checksum of each granule of so many zeros. The last granule may be shorter."""
-    # Files are filled with zeros before use, so blocks are valid from the start and reads of them are verified.
+    # Files are filled with zeros before use, so blocks are valid, and verified, from the start.
     num_granules = -(-num_bytes // granule_bytes)
     whole = zero_checksum(granule_bytes)
     checksums = np.full(num_granules, whole, dtype=np.uint32)

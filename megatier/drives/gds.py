@@ -36,18 +36,18 @@ GPU_DIRECT_REMEDY = "tiers.gpu_direct: false reads through RAM instead"
 
 @dataclass(frozen=True, slots=True)
 class IoPath:
-    """The path of this process's reads by kvikio, as its own counters say."""
+    """How kvikio has read in this process, by its own counters."""
 
     gds_bytes: int
-    """The bytes that were read through cuFile, the library of GPUDirect Storage."""
+    """The bytes read by cuFile, the library of GPUDirect Storage."""
     posix_bytes: int
-    """The bytes that were read in compatibility mode."""
+    """The bytes read in compatibility mode."""
     has_nvidia_fs: bool
     """Whether the kernel module is loaded. Without it cuFile uses the PCIe peer-to-peer of newer kernels, or falls back
     to reads through RAM."""
 
     def __str__(self) -> str:
-        """Return it in words for people."""
+        """Return a description for people."""
         posix = mib(self.posix_bytes)
         if not self.gds_bytes:
             return f"kvikio in compatibility mode ({posix})"
@@ -58,13 +58,13 @@ class IoPath:
 
 
 class GpuReader:
-    """Reads the blocks of one store from NVMe into GPU memory.
+    """The reader of one store's blocks from NVMe into GPU memory.
 
     Threads: `open` and `close` are called from one thread while nothing is read. Any thread may call `read`.
     """
 
     def __init__(self, files: BlockFiles, device: torch.device) -> None:
-        """Find kvikio. Nothing is opened yet.
+        """Import kvikio, without opening files yet.
 
         Raises:
             ConfigError: there is no GPU, or no kvikio.
@@ -73,7 +73,7 @@ class GpuReader:
         self._library = load_library(device)
         self._opened = contextlib.ExitStack()
         self._handles: list[Any] = []
-        """A file that kvikio opened, for each mount."""
+        """The open file of kvikio for each mount."""
         self._counters: Any = None
 
     def open(self, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class GpuReader:
             "auto_direct_io_read": self._files.is_direct,
         }
 
-        # kvikio's defaults belong to the whole process, so they go back to what they were when this closes.
+        # kvikio's defaults are those of the whole process, so closing restores them.
         self._opened.enter_context(self._library.defaults.set(settings))
         self._counters = self._opened.enter_context(self._library.SummaryMonitor())
 
@@ -101,7 +101,7 @@ class GpuReader:
                 handle = self._opened.enter_context(file)
                 self._handles.append(handle)
 
-            # Only a read shows whether kvikio takes the way past RAM.
+            # Only a read shows whether kvikio bypasses RAM.
             size = min(PROBE_BYTES, path.stat().st_size)
             if size:
                 stripe = Stripe(mount=mount, file_offset=0, start=0, num_bytes=size)
@@ -120,12 +120,12 @@ class GpuReader:
         Raises:
             TransferError, IntegrityError: the bytes in `target` are not those of the block.
         """
-        # kvikio knows no streams, so the work that comes before this on the stream has to be over on the device.
+        # kvikio ignores streams, so earlier work on the stream has to be over on the device.
         if target.is_cuda:
             torch.cuda.current_stream().synchronize()
 
-        # If one read fails, the stack still waits for the others. Otherwise they would go on writing to the target
-        # after this transfer is over, and the slot may belong to another copy by then.
+        # After an error the stack still waits for all reads. Otherwise they could write to the slot when it belongs to
+        # another copy.
         with contextlib.ExitStack() as reads:
             stop = start + target.numel()
             for part in extent.stripe_parts(start, stop):
@@ -140,7 +140,7 @@ class GpuReader:
             self._verify(key, extent, start, target)
 
     def path(self) -> IoPath | None:
-        """Return how the reads of the whole process went so far; None until the files are open."""
+        """Return how this process has read so far; None before the files are open."""
         if self._counters is None:
             return None
 
@@ -150,17 +150,17 @@ class GpuReader:
         return IoPath(gds_bytes, posix_bytes, nvidia_fs_is_loaded())
 
     def close(self) -> None:
-        """Close the files, which has to come before they are removed. It is safe to call this twice."""
+        """Close the files, before they are removed. It is safe to call this twice."""
         self._opened.close()
 
     def _finish(self, key: str, part: Stripe, future: Any) -> None:  # noqa: ANN401  kvikio's
-        """Wait for the read of a part of a stripe. It must be as long as that."""
+        """Wait for the read of a part of a stripe, and check its length."""
         path = self._files.paths[part.mount]
         what = f"read of block {key}"
         with self._typed_errors(what, path, part.file_offset):
             num_bytes = future.get()
 
-        # kvikio says by a count alone that a file ends too early.
+        # kvikio reports a file that is too short only by the count.
         if num_bytes != part.num_bytes:
             end = part.file_offset + num_bytes
             raise TransferError(f"{what} by kvikio", "nvme", str(path), end, 0)
@@ -169,8 +169,8 @@ class GpuReader:
         """Raise IntegrityError for the first granule whose checksum differs from the stored one."""
         granule = self._files.options.granule_bytes
 
-        # The stored checksums are read when the bytes are there, and the store lets no write of the extent begin before
-        # that (`Block.reads`). So both are of the same write.
+        # The store lets no write of the extent begin before this (`Block.reads`), so bytes and stored checksums are of
+        # the same write.
         found = checksums(target, granule)
         first = start // granule
         expected = extent.checksums[first : first + found.size]
@@ -192,7 +192,7 @@ class GpuReader:
 
     @contextlib.contextmanager
     def _typed_errors(self, what: str, path: os.PathLike[str], offset: int) -> Iterator[None]:
-        """Turn errors of kvikio into TransferError. They have a text, but no errno."""
+        """Turn errors of kvikio, which have no errno, into TransferError."""
         try:
             yield
         except (RuntimeError, OSError, ValueError) as error:
@@ -201,7 +201,7 @@ class GpuReader:
 
 
 def load_library(device: torch.device) -> Any:  # noqa: ANN401  a module that may be missing
-    """Import the kvikio package, once it is clear that there is a GPU: without a working driver it can hang for ever.
+    """Import kvikio, if there is a GPU. Without a working driver the import can hang for ever.
 
     Raises:
         ConfigError: there is no GPU, or no kvikio.

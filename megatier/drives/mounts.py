@@ -69,13 +69,13 @@ class Note:
 
     @classmethod
     def read(cls, content: bytes) -> Self | None:
-        """Return the note in a file; None if it holds none, such as one that a full drive has cut."""
+        """Return the note in a file; None if it has none, for example because the drive was full."""
         try:
             fields = json.loads(content)
         except (ValueError, RecursionError):
             return None
 
-        # Shown to people only, so a note of another version is as good as none.
+        # Notes are only for people, so one of another version is ignored.
         if not isinstance(fields, dict) or fields.keys() != {"owner", "began"}:
             return None
         return cls(owner=str(fields["owner"]), began=str(fields["began"]))
@@ -89,11 +89,11 @@ class MountDirectories:
     """The directories of one run, one on each mount, locked."""
 
     def __init__(self, mounts: Sequence[MountBudget], run_id: str, run: str = "") -> None:
-        """Name the directories. Nothing is made yet.
+        """Name the directories, without making them yet.
 
         Args:
-            mounts: where they lie.
-            run_id: names them.
+            mounts: the mounts.
+            run_id: the part of the names that identifies the run.
             run: the run directory, for `Note`; empty if there is none.
         """
         self._run = run
@@ -101,37 +101,37 @@ class MountDirectories:
         self.paths = [directory / BLOCK_FILE for directory in self._names]
         """The block file on each mount, for messages. The files are reached from the open directories."""
         self._directories: list[PrivateDirectory] = []
-        """The directories that are locked."""
+        """The locked directories."""
 
     def lock(self, *, reuses: bool) -> None:
-        """Make and lock the directories. Files that an earlier process of this run id left there are removed.
+        """Make and lock the directories, and remove files of an earlier process of this run id.
 
         Args:
-            reuses: keep the files that are there.
+            reuses: whether to keep these files instead.
 
         Raises:
             ConfigError: other users may enter a directory.
             RunLockedError: another process uses a directory.
         """
-        # Before the first directory is made, so that the end of the process removes what was made before an error.
+        # Registered first, so that the end of the process removes directories that were made before an error.
         _OPEN.add(self)
         for path in self._names:
-            # Each one is noted as soon as it is locked, so that `close` unlocks it if the next one is refused.
+            # Listed as soon as it is locked, so that `close` unlocks it if the next one is refused.
             directory = PrivateDirectory(path)
             self._directories.append(directory)
 
-            # The mark first: kept blocks that are half removed must not be taken for a savepoint.
+            # The mark goes first, so that a partly removed directory does not count as a savepoint.
             if not reuses:
                 for name in (KEPT_FILE, BLOCK_FILE):
                     with contextlib.suppress(OSError):  # a file that stays only takes room
                         directory.remove(name)
 
-            # A drive that takes no note refuses the blocks too, and says why better.
+            # If the drive refuses the note, it will refuse the blocks too, with a better message.
             with contextlib.suppress(OSError):
                 directory.write(RUN_NOTE_FILE, Note.of(self._run).written())
 
     def open(self, mount: int, flags: int) -> int:
-        """Open the block file on a mount; return its descriptor.
+        """Open the block file on a mount, and return its descriptor.
 
         Raises:
             OSError: the file system refused.
@@ -145,7 +145,7 @@ class MountDirectories:
             self._directories[mount].remove(BLOCK_FILE)
 
     def keep(self, keeps: bool) -> None:
-        """Mark the block files as kept, or take the marks away.
+        """Mark the block files as kept, or remove the marks.
 
         Raises:
             TransferError: a drive failed, or refuses the mark.
@@ -157,7 +157,7 @@ class MountDirectories:
                 mark = directory.path / KEPT_FILE
                 raise TransferError("marking", "nvme", str(mark), 0, error.errno or 0) from error
 
-        # A name that was made is on the drive only once its directory is.
+        # A new name is on the drive only when its directory is.
         synchronised = self._directories if keeps else []
         for directory in synchronised:
             try:
@@ -188,7 +188,7 @@ class MountDirectories:
             return
         _OPEN.discard(self)
         for directory in self._directories:
-            # A directory without a block file has nothing to keep, such as one that was locked before an error.
+            # A directory that was locked before an error has no block file, and nothing to keep.
             directory.close(() if keeps and directory.holds(BLOCK_FILE) else MOUNT_FILES)
         self._directories = []
 

@@ -58,11 +58,11 @@ class DriveFigures:
     device: str
     """The name of its block device."""
     logical_block_bytes: int | None
-    """The least bytes that the device moves at once; None if that is unknown."""
+    """The smallest request of the device, in bytes; None: not known."""
     num_drives: int
-    """The number of drives that the device is made of."""
+    """The number of drives in the device."""
     file_system: str
-    """The type of its file system."""
+    """The type of the file system."""
     is_direct: bool
     """Whether the file was accessed with O_DIRECT, and not through the page cache."""
     alignment_bytes: int
@@ -72,13 +72,13 @@ class DriveFigures:
     block_bytes: int
     """The size of its blocks."""
     read: Flow
-    """Blocks that were read."""
+    """The flow of reads."""
     write: Flow
-    """Blocks that were written."""
+    """The flow of writes."""
     mixed: Flow
-    """Blocks that were read and written at once, 14 to 12 by bytes, while AdamW ran on what was read."""
+    """The flow of reads and writes at the same time, in the ratio of 14 to 12 bytes, with AdamW on what is read."""
     sustained_bytes_per_s: tuple[float, ...]
-    """The rate of each GiB of a long write. It is empty if none was asked for."""
+    """The rate of each GiB of a long write; empty if none was wanted."""
     knee_bytes: int | None
     """The bytes after which a long write got slower for good, since the drive's write cache was full; None if it did
     not.
@@ -92,19 +92,19 @@ class DriveFigures:
     They choose that number, and are no figures of the drive, since the best of several short trials is too good. It is
     empty if none were tried."""
     notes: tuple[str, ...] = ()
-    """Facts that one should know about the figures."""
+    """Remarks on the figures."""
     flags: tuple[str, ...] = ()
-    """The reasons why figures must not be believed."""
+    """The reasons why figures are not reliable."""
 
     @property
     def flows(self) -> dict[str, Flow]:
-        """What was moved, by its name. A step reads 14 bytes and writes 12 of each parameter that spills."""
+        """The flows by name. A step reads 14 bytes and writes 12 of each parameter that spills."""
         return {"read": self.read, "write": self.write, "mixed 14:12": self.mixed}
 
     @property
     def rates(self) -> DriveRates:
         """The rates of the drive, as a plan takes them."""
-        # Windows of the mixed flow alone: it is what binds a step that spills.
+        # Only the mixed flow has windows, because it bounds a step that spills.
         windows = self.mixed.windows
         low = min(windows) if windows else None
         high = max(windows) if windows else None
@@ -130,7 +130,7 @@ def check_mount(mount: MountBudget) -> int:
     directory = mount.directory
     num_bytes = mount.num_bytes or 0
 
-    # A directory in RAM would be as fast as RAM, and a plan would believe it.
+    # A directory in RAM would be as fast as RAM, which would mislead plans.
     check_directory(directory, "--nvme")
     least = BLOCKS_MIN * IoOptions().granule_bytes
     if num_bytes < least:
@@ -153,7 +153,7 @@ def probe_drive(
     options: IoOptions | None = None,
     pin: bool = False,
 ) -> DriveFigures:
-    """Measure one mount with a file of the mount's size, and with as many threads as the drive is best with.
+    """Measure one mount with a file of the mount's size, and with the best number of threads.
 
     Args:
         mount: the directory, and the size of the file, which is rounded down to whole blocks.
@@ -172,17 +172,17 @@ def probe_drive(
     num_bytes = check_mount(mount)
     granule = options.granule_bytes
 
-    # In whole granules, each of which has one checksum. A small file has smaller blocks, so that it has enough.
+    # In whole granules, because each has a checksum. A small file has smaller blocks, so that there are enough.
     block_bytes = min(BLOCK_BYTES, num_bytes // BLOCKS_MIN // granule * granule)
     device = block_device(mount.directory)
     directory = mount.directory
     with BlockTraffic(directory, num_bytes // block_bytes, block_bytes, options, pin=pin) as traffic:
-        # First, so that all that follows is measured on a drive whose write cache is full.
+        # First, so that everything else is measured with a full write cache.
         sustained = traffic.sustained(sustained_bytes) if sustained_bytes else ()
         is_direct = traffic.is_direct
         io_threads, trials = choose_threads(traffic, options.num_threads, seconds)
 
-        # Everything is measured anew, and for longer, since the best of several short trials is too good a figure.
+        # Measured again, and for longer, because the best of several short trials is too optimistic.
         write = traffic.write(seconds)
         mixed = traffic.updated(seconds, threads)
         read = traffic.read(seconds)
@@ -210,13 +210,13 @@ def probe_drive(
 
 
 def choose_threads(traffic: BlockTraffic, default: int, seconds: float) -> tuple[int, Trials]:
-    """Go on with as many threads as the drive is best with; returns their number, and the rates of all that were tried.
+    """Go on with the best number of threads. Return that number, and the rates of all that were tried.
 
     Through the page cache none are tried, since RAM answers for a part there. The default number stays then.
     """
     if not traffic.is_direct:
         return default, {}
-    # Short trials find which number is best. How fast it is, is measured after that.
+    # Short trials find the best number, and its rates are measured afterwards.
     trials = try_threads(traffic, seconds * TRIAL_SHARE)
     io_threads = fewest_threads(trials)
     traffic.set_threads(io_threads)
@@ -250,7 +250,7 @@ def fewest_threads(trials: Trials) -> int:
 
     Few threads are better than many: a single read waits longer the more threads write at the same time.
     """
-    # The best mixed rate and the best writing rate may be those of different numbers.
+    # The best mixed rate and the best write rate may have different numbers of threads.
     least_mixed = AS_FAST * max(mixed for mixed, _ in trials.values())
     least_write = AS_FAST * max(write for _, write in trials.values())
     near = []
@@ -263,17 +263,17 @@ def fewest_threads(trials: Trials) -> int:
 
 
 def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
-    """Return the reasons why the figures of a mount are not those of its drive."""
+    """Return the reasons why the figures are not those of the drive."""
     flags = []
     limit = DRIVE_LIMIT_BYTES_PER_S * figures.num_drives
 
-    # PCIe carries as much again in the other direction.
+    # PCIe carries as much in the other direction at the same time.
     for name, flow, most in (
         ("read", figures.read, limit),
         ("write", figures.write, limit),
         ("mixed", figures.mixed, 2 * limit),
     ):
-        # What PCIe cannot carry did not come from the drive, whatever counters say.
+        # Such a rate exceeds PCIe, so the bytes did not come from the drive.
         if flow.bytes_per_s > most:
             flags.append(f"{name}: more than {limit / 1e9:.0f} GB/s, which PCIe does not carry: a cache answered")
         elif flow.device_bytes is not None and flow.num_bytes > UNCOUNTED_SHARE_MAX * flow.device_bytes:
@@ -298,7 +298,7 @@ def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
         notes.append(f"the device wants transfers of {logical} bytes; the store's may be smaller")
 
     for flow in figures.flows.values():
-        # The device's counter counts what all programs move. One remark is enough for all flows.
+        # The device counts the bytes of all programs. One remark suffices for all flows.
         if flow.device_bytes and flow.device_bytes > UNCOUNTED_SHARE_MAX * flow.num_bytes:
             notes.append("others used the device meanwhile: the figures are too low")
             break
@@ -323,7 +323,7 @@ def knee(rates: Sequence[float]) -> int | None:
     if best is None:
         return None
 
-    # Medians, because one slow step in a level is no lower level.
+    # Medians, because a single slow step is not a lower level.
     first = statistics.median(rates[:best])
     last = statistics.median(rates[best:])
     return best if last <= KNEE_SHARE * first else None

@@ -64,9 +64,9 @@ class Flow:
     p50_ms: float
     """The median time of one block, from the start of its first request to the end of its last."""
     p99_ms: float
-    """The time that 99 % of the blocks did not exceed."""
+    """The 99th percentile of the time of one block."""
     device_bytes: int | None
-    """The bytes that the block device counted meanwhile, also those of other processes; None if nothing counts them."""
+    """The bytes that the block device has counted, including those of other processes; None: no counter."""
     windows: tuple[float, ...] = ()
     """The bytes per second in one stretch of time after the other. It is empty if the flow is one stretch."""
 
@@ -121,12 +121,12 @@ class BlockTraffic:
     """A block file full of blocks, and slots in RAM through which they are written and read."""
 
     def __init__(self, directory: Path, num_blocks: int, block_bytes: int, options: IoOptions, *, pin: bool) -> None:
-        """Create the file at full size and fill it, since first writes are slower, and reads of unwritten bytes faster.
+        """Create the file and fill it, because first writes are slower, and reads of unwritten bytes faster.
 
         Raises:
             ConfigError, CapacityError, TransferError: the mount cannot be used, is full, or failed.
         """
-        # Random, so that two benches of one mount do not meet.
+        # Random, so that two benches of one mount use different files.
         run_id = f"bench-{secrets.token_hex(6)}"
         self._block_bytes = block_bytes
         self._stamp_words = options.granule_bytes // 8
@@ -145,7 +145,7 @@ class BlockTraffic:
             self._extents = [self._files.reserve(block_bytes) for _ in range(num_blocks)]
             self._files.allocate()
 
-            # The slots hold noise, since a drive may compress its bytes, or skip zeros.
+            # Noise, because a drive may compress bytes or skip zeros.
             noise = np.random.default_rng(0).bytes(block_bytes)
             for slot in range(2 * DEPTH):
                 self._slot(slot).numpy()[:] = np.frombuffer(noise, dtype=np.uint8)
@@ -166,7 +166,7 @@ class BlockTraffic:
 
     def close(self) -> None:
         """Remove the file."""
-        # The files come first, since requests in flight still use the slots.
+        # Files first, because requests in flight still use the slots.
         self._files.close()
         self._arena.close()
 
@@ -226,7 +226,7 @@ class BlockTraffic:
 
     def _turns(self) -> Iterator[Operation]:
         """Yield mixed turns: reads of the first half of the blocks among writes to the second half."""
-        # Two halves, so that no block is read and written at once.
+        # Two halves, so that no block is read and written at the same time.
         half = len(self._extents) // 2
         reads = self._reads(half)
         writes = itertools.cycle(range(half, len(self._extents)))
@@ -293,7 +293,7 @@ class BlockTraffic:
             batch.wait()
             spans.append(batch.span_ns())
 
-        # A slot is used again when its operation has ended, since operations are waited for in their order.
+        # Operations are waited for in order, so a slot is reused when its operation has ended.
         for number, (write, index) in enumerate(operations):
             if len(flying) == window:
                 land()
@@ -319,7 +319,7 @@ class BlockTraffic:
         if not write:
             return self._files.read(key, extent, 0, size, address)
 
-        # Each granule gets the number of its block, so that a block read from the place of another has wrong checksums.
+        # Each granule gets its block's number, so that a block read from the wrong place has wrong checksums.
         view.view(torch.int64)[:: self._stamp_words] = index
         return self._files.write(key, extent, 0, size, address)
 
@@ -339,7 +339,7 @@ class BlockTraffic:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the least number that so large a share of them does not exceed; 0 if there are none."""
+    """Return the smallest number that this share of them does not exceed; 0 if there are none."""
     if not ordered:
         return 0.0
     num_within = max(1, math.ceil(share * len(ordered)))

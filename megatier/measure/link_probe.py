@@ -107,15 +107,15 @@ class LinkFigures:
     fp8_flops_per_s: float | None = None
     """The FLOP/s that a layer's products in FP8 reach, with the time of rounding to it."""
     notes: tuple[str, ...] = ()
-    """Facts that one should know about the figures."""
+    """Remarks on the figures."""
     flags: tuple[str, ...] = ()
-    """The reasons why figures must not be believed."""
+    """The reasons why figures are not reliable."""
 
     @property
     def copy_rates(self) -> Iterator[tuple[str, float, float]]:
-        """Each way of copies by its name, with its rate alone, and while bytes go the other way as well."""
+        """The directions of copies by name, each with its rate alone and with copies in the other direction."""
         for copies in self.copies:
-            # Without a GPU a copy inside RAM stands for one over the link.
+            # Without a GPU, copies inside RAM are measured.
             name = copies.device if self.device == "cuda" else "native copy"
             yield f"{name}: RAM to GPU", copies.to_gpu_bytes_per_s, copies.to_gpu_both_bytes_per_s
             yield f"{name}: GPU to RAM", copies.to_ram_bytes_per_s, copies.to_ram_both_bytes_per_s
@@ -141,15 +141,14 @@ def probe_links(
         threads: the numbers of threads to run AdamW on the CPU with.
         seconds: the time of each measurement.
         locked_bytes: RAM that can be pinned; None: no limit was found.
-        copy_bytes: the bytes on each side for each direction. They are fewer if RAM, or what can be pinned, is
-            short.
-        update_elements: the parameters to update. They are fewer if RAM is short.
-        matmul_size: the rows and columns of the product; None: as fits the device.
+        copy_bytes: the bytes on each side for each direction; fewer if RAM or pinned RAM is short.
+        update_elements: the parameters to update; fewer if RAM is short.
+        matmul_size: the rows and columns of the product; None: a size for the device.
 
     Raises:
-        CapacityError: RAM is too short even for that.
+        CapacityError: RAM is too short even for fewer.
     """
-    # Copies have two regions in RAM, one for each direction, and both kinds of traffic run at once.
+    # Copies need two regions in RAM, one for each direction, and copies and updates run at the same time.
     most = ram_available_bytes() // RAM_PARTS
     copy_bytes = min(copy_bytes, most // 2)
     rings_bytes = copy_bytes
@@ -157,13 +156,13 @@ def probe_links(
         copy_bytes = min(copy_bytes, locked_bytes // 4)
     update_elements = min(update_elements, most // STATE_BYTES_PER_PARAMETER)
 
-    # A plan counts with the first GPU, but copies are measured for every one.
+    # A plan uses the rates of the first GPU, but copies are measured for all.
     devices = [torch.device(device)]
     if device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
-    # The others come first, one after the other. Their regions in RAM are gone before those of the first GPU and of
-    # AdamW, which are there at once, are taken.
+    # The other GPUs come first, one by one. Their regions in RAM are free again before those of the first GPU and of
+    # AdamW are allocated.
     host = torch.device("cpu")
     has_gpu = device == "cuda"
     gpu = gpus()[0] if has_gpu else None
@@ -174,10 +173,12 @@ def probe_links(
         UpdateTraffic(host, update_elements, pin=has_gpu and locked_bytes is None) as update,
     ):
         first = _copy_figures(devices[0], copies, seconds)
-        # A copy within one memory reads and writes it.
+
+        # In unified memory a copy reads and writes the same memory.
         ends = 2 if gpu is not None and gpu.is_unified else 1
         updates = tuple(_update_figures(update, copies, count, seconds, ends) for count in sorted(set(threads)))
-    # Only now, when no traffic of copies and AdamW is left that could take the bandwidth of RAM.
+
+    # Last, because copies and AdamW would use the bandwidth of RAM.
     size = matmul_size or MATMUL_SIZE[device]
     matmul = matmul_flops_per_s(devices[0], size, seconds)
     fp8 = fp8_matmul_flops_per_s(devices[0], size, seconds) if has_gpu else None

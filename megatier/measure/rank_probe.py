@@ -95,21 +95,21 @@ def probe_ranks(ranks: Ranks, device: str, *, seconds: float) -> RankFigures:
         device: "cuda" or "cpu".
         seconds: the time of each measurement.
     """
-    figures = _probe_way(ranks, device, seconds)
+    figures = _probe_transport(ranks, device, seconds)
     if figures.way is not Transport.RAM or device == "cpu":
         return figures
 
-    # Kernels take multiprocessors from the products beside them, so that the faster way may lose a step more.
-    by_kernels = _probe_way(ranks, device, seconds, Transport.KERNELS)
+    # Kernels take multiprocessors from compute, so that even the faster transport may cost a step more.
+    by_kernels = _probe_transport(ranks, device, seconds, Transport.KERNELS)
     return min(figures, by_kernels, key=lambda way: way.lost_seconds)
 
 
-def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Transport | None = None) -> RankFigures:
-    """Measure one way of bytes between ranks: the best that there is, or one that is preferred to shared RAM."""
-    # In whole pages, as shards lie in slots.
+def _probe_transport(ranks: Ranks, device: str, seconds: float, prefers: Transport | None = None) -> RankFigures:
+    """Measure one transport: the best of this machine, or one that is preferred to shared RAM."""
+    # In whole pages, as shards have in slots.
     own_bytes = max(1, LAYER_BYTES[device] // ranks.size // PAGE_BYTES) * PAGE_BYTES
 
-    # What other ranks read lies in the memory that they may read by copy engines.
+    # Tensors of collectives have to be in memory that other ranks can read by copy engines.
     num_bytes = (1 + ranks.size) * own_bytes
     buffer = shared_buffer_bytes(ram_available_bytes() // ranks.local_size)
     if device == "cuda":
@@ -129,18 +129,19 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Transport | N
         product = square_product(torch.device(device), MATMUL_SIZE[device])
         alone_per_s = alone(partial(repeats_per_s, product, device), seconds)
 
-        # All ranks begin together, since a collective waits for the last of them.
+        # All ranks begin together, because a collective waits for the last of them.
         count = max(1, round(seconds / (gather_s + scatter_s)))
         ranks.all_gather_object(None)
         moves = _submit(queue, [gather, scatter] * count)
-        # Until the last collective has ended, so that all products have one beside them.
+
+        # Until the last collective has ended, so that a collective runs beside each product.
         beside_per_s = repeats_per_s(product, device, moves[-1].done)
         beside_s = _span_s(moves)
 
     ranks.drop_memory()
     shares = [beside_per_s / alone_per_s, count * (gather_s + scatter_s) / beside_s]
 
-    # A step waits for its slowest rank, so the least of all ranks counts.
+    # A step waits for its slowest rank, so the smallest share counts.
     compute, collective = (min(of_ranks) for of_ranks in zip(*ranks.all_gather_object(shares), strict=True))
     return RankFigures(
         ranks=ranks.size,
@@ -165,7 +166,7 @@ def _seconds_each(ranks: Ranks, queue: Queue, work: Callable[[], None], seconds:
     warm_ups = _submit(queue, [work] * WARM_UPS)
     _span_s(warm_ups)
 
-    # From the time that all ranks agree on: with another count, one would wait for the others for ever.
+    # All ranks compute the same count from this time. With different counts one would wait for ever.
     one_s = longest_s(1) or seconds
     count = max(1, round(seconds / one_s))
     return longest_s(count) / count
