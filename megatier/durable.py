@@ -30,16 +30,16 @@ RENAME_EXCHANGE = 2
 
 
 @contextlib.contextmanager
-def becoming(partial: Path, target: Path, what: str, *, replaces: bool = False) -> Iterator[None]:
-    """Turn what is written to `partial` inside into `target`, all of it on the drive; or leave nothing of it.
+def committing(partial: Path, target: Path, what: str, *, replaces: bool = False) -> Iterator[None]:
+    """Make the file or folder that this block writes to `partial` durable as `target`, or remove all of it.
 
     Args:
-        partial: a file or a folder next to the target.
-        target: its name in the end.
+        partial: a file or a folder beside the target.
+        target: the final name.
         what: a word for it, for messages.
         replaces: whether something else may have the target's name. That stays whole until the new one is safe. A kill
-            leaves it at `target` or at `partial`, or under its hidden name with REPLACED_SUFFIX, from which `settle`
-            takes it.
+            leaves it at `target` or at `partial`, or under its hidden name with REPLACED_SUFFIX, from which
+            `restore_replaced` takes it.
 
     Raises:
         TransferError: writing failed. Whatever had the target's name is whole.
@@ -50,26 +50,26 @@ def becoming(partial: Path, target: Path, what: str, *, replaces: bool = False) 
         synchronise = sync_tree if partial.is_dir() else sync
         synchronise(partial)
 
-        # A kill before this line leaves the old target; one after it leaves the new one, which is on the drive already.
+        # A kill before this line leaves the old target, and a kill after it the new one, which is on the drive already.
         old = _take_name(partial, target, replaces)
         synchronise(target.parent)
         if old is not None:
             discard(old)
     except BaseException as error:
-        # Once the names were switched, the old one lies at `partial`. It has to stay, since nobody knows whether the
-        # drive has the new one.
+        # After the exchange the old one is at `partial`. It has to stay, because the drive may not have the new one.
         if old is None:
             with contextlib.suppress(OSError):
                 discard(partial)
-        # A `TransferError` is an OSError too, and says more than the one that would be made of it below.
+
+        # A `TransferError` is an OSError too, and says more than the one below.
         if isinstance(error, MegatierError) or not isinstance(error, OSError):
             raise
         path = str(error.filename or target.parent)
         raise TransferError(f"writing {what}", "disk", path, 0, error.errno or 0) from error
 
 
-def settle(target: Path) -> None:
-    """Give the old file or folder its name back, if a kill came between the two renames that stand for a switch.
+def restore_replaced(target: Path) -> None:
+    """Give a replaced file or folder its name back, if a kill came between the two renames of `committing`.
 
     Raises:
         TransferError: the drive failed.
@@ -78,7 +78,7 @@ def settle(target: Path) -> None:
     if not os.path.lexists(replaced):
         return
     try:
-        # With a target in its place the second rename was made too, and the old one is not needed any more.
+        # If the target exists, the second rename was made too, and the old one is not needed any more.
         if os.path.lexists(target):
             discard(replaced)
         else:
@@ -104,13 +104,13 @@ def free_bytes(directory: Path) -> int:
     """Return the bytes that this user may still write to the drive of a directory.
 
     Raises:
-        TransferError: the drive does not say, as one that is gone.
+        TransferError: the drive does not answer, for example because it is gone.
     """
     return _usage(directory)[1]
 
 
 def total_bytes(directory: Path) -> int:
-    """Return the bytes of the drive of a directory, full or free.
+    """Return the size of the drive of a directory, in bytes.
 
     Raises:
         TransferError: as `free_bytes`.
@@ -119,7 +119,7 @@ def total_bytes(directory: Path) -> int:
 
 
 def _usage(directory: Path) -> tuple[int, int]:
-    """Return all bytes of a drive, and those that are free."""
+    """Return the size of a drive, and its free bytes."""
     try:
         found = shutil.disk_usage(directory)
     except OSError as error:
@@ -130,7 +130,7 @@ def _usage(directory: Path) -> tuple[int, int]:
 def sync_tree(folder: Path) -> None:
     """Wait until all of the folder's file system is on the drive.
 
-    It is one call, since a large checkpoint has thousands of files and folders.
+    It is one call, because a large checkpoint has thousands of files and folders.
 
     Raises:
         OSError: the drive failed.
@@ -148,7 +148,7 @@ def _sync_file_system(directory: int, folder: Path) -> None:
     Raises:
         OSError: the drive failed.
     """
-    # Python has no call for this, so the C library is asked.
+    # Python has no function for this call of the C library.
     library = ctypes.CDLL(None, use_errno=True)
     if library.syncfs(directory):
         raise OSError(ctypes.get_errno(), "syncfs", str(folder))
@@ -160,18 +160,18 @@ def discard(path: Path) -> None:
     Raises:
         OSError: it could not be removed.
     """
-    # What a link leads to is not ours to remove.
+    # The target of a link is not ours to remove.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def switch(first: Path, second: Path) -> bool:
-    """Let two names change places in one step; return False if the file system cannot do that.
+def exchange_names(first: Path, second: Path) -> bool:
+    """Exchange two names atomically. Return False if the file system cannot do that.
 
     Raises:
-        OSError: one of the names is not there, or the drive failed.
+        OSError: a name does not exist, or the drive failed.
     """
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
@@ -186,16 +186,17 @@ def switch(first: Path, second: Path) -> bool:
 
 
 def _take_name(partial: Path, target: Path, replaces: bool) -> Path | None:
-    """Give `partial` its name. If something else had the name, return where that lies now; it is whole."""
+    """Rename `partial` to `target`. If something else had that name, return its path now, where it is whole."""
     if not (replaces and os.path.lexists(target)):
         partial.rename(target)
         return None
-    if switch(partial, target):
+    if exchange_names(partial, target):
         return partial
 
-    # Without a switch the name is free for a moment. `settle` mends a kill in that moment.
+    # Without an exchange the name is free for a moment. `restore_replaced` mends a kill in that moment.
     replaced = target.with_name(f".{target.name}{REPLACED_SUFFIX}")
-    # A kill may have left one there. With a target in its place it is not needed any more (`settle`).
+
+    # A kill may have left one there. If the target exists, it is not needed any more (`restore_replaced`).
     discard(replaced)
     target.rename(replaced)
     try:

@@ -48,7 +48,7 @@ def read(path: Path, kind: str) -> str:
 
 def become(folder: Path, kind: str, **options: Any) -> None:
     partial = folder / ".target.partial"
-    with durable.becoming(partial, folder / "target", "a test", **options):
+    with durable.committing(partial, folder / "target", "a test", **options):
         write(partial, kind, "new")
 
 
@@ -74,7 +74,7 @@ def recorded(folder: Path, kind: str, **options: Any) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_becoming_synchronises_before_the_name_and_the_directory_behind_it(kind: str, tmp_path: Path) -> None:
+def test_committing_synchronises_before_the_name_and_the_directory_behind_it(kind: str, tmp_path: Path) -> None:
     sync = "sync" if kind == "file" else "sync_tree"
     found = recorded(tmp_path, kind)
     assert found == [(sync, ".target.partial"), ("rename", ".target.partial", "target"), (sync, tmp_path.name)]
@@ -82,7 +82,7 @@ def test_becoming_synchronises_before_the_name_and_the_directory_behind_it(kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_becoming_lets_the_old_one_go_when_the_drive_has_the_new_name(kind: str, tmp_path: Path) -> None:
+def test_committing_lets_the_old_one_go_when_the_drive_has_the_new_name(kind: str, tmp_path: Path) -> None:
     sync = "sync" if kind == "file" else "sync_tree"
     write(tmp_path / "target", kind, "old")
     assert recorded(tmp_path, kind, replaces=True) == [
@@ -95,7 +95,7 @@ def test_becoming_lets_the_old_one_go_when_the_drive_has_the_new_name(kind: str,
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_becoming_without_a_switch_keeps_the_old_one_under_a_name_until_the_new_one_is_safe(
+def test_committing_without_a_switch_keeps_the_old_one_under_a_name_until_the_new_one_is_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(durable, "switch", lambda first, second: False)
@@ -120,18 +120,18 @@ def test_switch_that_a_file_system_does_not_know_is_told(code: int, monkeypatch:
 
     monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: Library())
     monkeypatch.setattr("ctypes.get_errno", lambda: code)
-    assert not durable.switch(Path("a"), Path("b"))
+    assert not durable.exchange_names(Path("a"), Path("b"))
 
 
 def test_switch_of_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        durable.switch(tmp_path / "a", tmp_path / "b")
+        durable.exchange_names(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("switches", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_becoming_that_a_drive_refuses_at_any_call_leaves_one_whole(
+def test_committing_that_a_drive_refuses_at_any_call_leaves_one_whole(
     code: int, kind: str, switches: bool, tmp_path: Path
 ) -> None:
     outcomes = []
@@ -167,7 +167,7 @@ def test_becoming_that_a_drive_refuses_at_any_call_leaves_one_whole(
 
 def become_again(folder: Path, kind: str) -> None:
     """The next one is written, and nothing else stays."""
-    durable.settle(folder / "target")
+    durable.restore_replaced(folder / "target")
     durable.discard(folder / ".target.partial")
     become(folder, kind, replaces=True)
     assert read(folder / "target", kind) == "new"
@@ -187,14 +187,14 @@ def test_process_killed_at_any_call_leaves_one_whole(kind: str, switches: bool, 
         if done.returncode == 0:
             break
         assert done.returncode == -signal.SIGKILL, done.stderr
-        durable.settle(folder / "target")
+        durable.restore_replaced(folder / "target")
         outcomes.append(read(folder / "target", kind))
         become_again(folder, kind)
     assert outcomes == sorted(outcomes, reverse=True)
     assert {"old", "new"} == set(outcomes)
 
 
-def test_becoming_that_replaces_nothing_leaves_what_has_the_name(tmp_path: Path) -> None:
+def test_committing_that_replaces_nothing_leaves_what_has_the_name(tmp_path: Path) -> None:
     write(tmp_path / "target", "folder", "old")
     with pytest.raises(TransferError, match="writing a test failed"):
         become(tmp_path, "folder")
@@ -202,7 +202,7 @@ def test_becoming_that_replaces_nothing_leaves_what_has_the_name(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_becoming_in_the_place_of_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
+def test_committing_in_the_place_of_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
     write(tmp_path / "elsewhere", "folder", "old")
     (tmp_path / "target").symlink_to(tmp_path / "elsewhere")
     become(tmp_path, "folder", replaces=True)
@@ -211,9 +211,9 @@ def test_becoming_in_the_place_of_a_link_leaves_what_it_leads_to(tmp_path: Path)
     assert not (tmp_path / "target").is_symlink()
 
 
-def test_becoming_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+def test_committing_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     partial = tmp_path / ".target.partial"
-    with pytest.raises(KeyboardInterrupt), durable.becoming(partial, tmp_path / "target", "a test"):
+    with pytest.raises(KeyboardInterrupt), durable.committing(partial, tmp_path / "target", "a test"):
         partial.write_text("new")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []

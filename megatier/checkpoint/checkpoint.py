@@ -32,7 +32,7 @@ from megatier.checkpoint.chunkfile import STAGED, ChunkFiles, check_ends
 from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, digest_of, read_json
 from megatier.checkpoint.run_directory import CHECKPOINT_NAME, checkpoints, parse_step
-from megatier.durable import REPLACED_SUFFIX, discard, free_bytes, settle
+from megatier.durable import REPLACED_SUFFIX, discard, free_bytes, restore_replaced
 from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
@@ -127,14 +127,14 @@ def remove(path: Path) -> None:
 
 
 def settle_replaced(folder: Path) -> None:
-    """Finish switches of checkpoints in a folder that a kill has cut short; see `durable.settle`.
+    """Finish switches of checkpoints in a folder that a kill has cut short; see `durable.restore_replaced`.
 
     Raises:
         TransferError: the drive does not let it.
     """
     for path in folder.glob(f".step-*{REPLACED_SUFFIX}"):
         name = path.name.removeprefix(".").removesuffix(REPLACED_SUFFIX)
-        settle(folder / name)
+        restore_replaced(folder / name)
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -48,7 +48,7 @@ from megatier.checkpoint.grid import Grid
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, checksum_of, digest_of, read_bytes
 from megatier.checkpoint.plane_writer import Buffers, PlaneWriter
 from megatier.checkpoint.run_directory import step_path
-from megatier.durable import becoming, sync_tree
+from megatier.durable import committing, sync_tree
 from megatier.errors import ConfigError
 from megatier.models.decoder import Unit
 from megatier.play.generations import Generation
@@ -232,7 +232,7 @@ class CheckpointWriter:
         """Give the folder its name in the end, on the first rank."""
         if not self._leads:
             return nullcontext()
-        return becoming(self._partial, self._target, "a checkpoint", replaces=True)
+        return committing(self._partial, self._target, "a checkpoint", replaces=True)
 
     def _end_writing(self, last: Transfer) -> dict[str, dict[int, int]]:
         """Wait until this rank has written all that it writes, and return the checksums by array and chunk."""

@@ -42,7 +42,7 @@ from megatier.checkpoint.run_directory import (
 from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint_blocks import fingerprint, read_blocks, resident_bytes, verify_spilled, write_blocks
 from megatier.config.schema import RunConfig
-from megatier.durable import becoming, free_bytes, sync_tree
+from megatier.durable import committing, free_bytes, sync_tree
 from megatier.errors import (
     BaseChangedError,
     CapacityError,
@@ -238,7 +238,7 @@ def _write(session: Session, target: Path, step: int, state: Mapping[str, Any]) 
     all_ranks = session.all_ranks
     partial = target.with_name(f".{target.name}{WRITING}")
     # The regions lie inside each other as in `CheckpointWriter._finish`, and for the same reasons.
-    named = becoming(partial, target, "a savepoint") if all_ranks.rank == 0 else contextlib.nullcontext()
+    named = committing(partial, target, "a savepoint") if all_ranks.rank == 0 else contextlib.nullcontext()
     with all_ranks.failing_together(), named:
         all_ranks.broadcast(lambda: _make_folder(partial))
         with all_ranks.failing_together():

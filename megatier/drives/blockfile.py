@@ -1,8 +1,8 @@
 """The block files of a run: one file on each mount, allocated and filled before use. Together they are the NVMe tier.
 
-This file has hop 1 (NVMe extent -> RAM slot) and hop 6 (RAM slot -> NVMe extent) of a byte's journey. It uses
-three others: `extent` says where the bytes of a block lie, `mounts` has the locked directories, and `io_engine` reads
-and writes. This file opens and fills the files, moves spans of blocks, and turns failures into typed errors.
+This file has hop 1 (NVMe extent -> RAM slot) and hop 6 (RAM slot -> NVMe extent) of a byte's journey. It opens and
+fills the files, moves spans of blocks, and turns failures into typed errors. `extent` says where the bytes of a block
+lie, `mounts` has the locked directories, and `io_engine` reads and writes.
 
 Files are filled with zeros at the start, for two reasons. The first write into a new extent of a file system is half as
 fast as an overwrite, and a drive that is too full is found before training.
@@ -255,8 +255,7 @@ class BlockFiles:
         in_flight: deque[FileBatch] = deque()
 
         try:
-            # By turns, so that all mounts are filled at the same time, and with a limit, because terabytes have very
-            # many requests.
+            # By turns, so that all mounts are filled at once. Terabytes have too many requests to submit all of them.
             for offset in range(0, max(self._striping.used), REQUEST_BYTES):
                 for file, path, used in zip(self._files, self.paths, self._striping.used, strict=True):
                     num_bytes = min(REQUEST_BYTES, used - offset)
@@ -393,7 +392,7 @@ class BlockFiles:
         # The engine ends first, because another file may get a closed descriptor at once.
         self._engine.close()
 
-        # Removed from the list first, because after a second call other files may have these descriptors.
+        # A second call must not close descriptors that other files have by then.
         while self._files:
             with contextlib.suppress(OSError):
                 os.close(self._files.pop())

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from megatier.config.values import clip_of
-from megatier.durable import becoming, discard, settle
+from megatier.durable import committing, discard, restore_replaced
 from megatier.errors import ConfigError
 from megatier.integrations.shared_batches import sharing
 from megatier.integrations.streamed import Streamed
@@ -195,9 +195,9 @@ class MegatierStrategy(SingleDeviceStrategy):
 
         # With save_weights_only Lightning leaves out the optimizer, and nothing will ask for moments.
         write = self.streamed.save if "optimizer_states" in checkpoint else self.streamed.export
-        with becoming(partial, target, "a checkpoint", replaces=True):
+        with committing(partial, target, "a checkpoint", replaces=True):
             target.parent.mkdir(parents=True, exist_ok=True)
-            settle(target)
+            restore_replaced(target)
             discard(partial)  # left by a process that was killed
             write(partial)
             super().save_checkpoint(checkpoint, partial / LIGHTNING_FILE, storage_options)
@@ -211,7 +211,7 @@ class MegatierStrategy(SingleDeviceStrategy):
             CheckpointError: see `Streamed.restore`.
         """
         # A process that was killed between the two renames of a switch left the old folder under another name.
-        settle(Path(checkpoint_path))
+        restore_replaced(Path(checkpoint_path))
         self.streamed.restore(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(Path(checkpoint_path) / LIGHTNING_FILE, weights_only)
         return loaded

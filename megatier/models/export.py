@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megatier.durable import becoming, discard, free_bytes
+from megatier.durable import committing, discard, free_bytes
 from megatier.errors import CapacityError, ConfigError
 from megatier.models.decoder import Unit
 from megatier.models.dtypes import names_in_fp32
@@ -117,7 +117,7 @@ def new_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
     # Beside the folder, so that a rename is all that is left to do, and with the number of the process, so that it is
     # known later whether that still runs.
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    with becoming(partial, folder, "the export"):
+    with committing(partial, folder, "the export"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
         free = free_bytes(folder.parent)

@@ -34,12 +34,12 @@ Entry = Mapping[str, Tensor]
 
 
 class PlacedState:
-    """The state of an optimizer's parameters, which is zeros at first. Use it from one thread.
+    """The state of an optimizer's parameters, which begins with zeros. Use it from one thread.
 
     Attributes:
         store: the chunks.
-        steps: number of updates so far of each parameter that had any, by its number.
-        owner: the process that has allocated all of this.
+        steps: the number of updates of each parameter that had any, by the parameter's number.
+        owner: the process that has allocated the state.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class PlacedState:
         Args:
             parameters: all parameters of the optimizer, on one device.
             names: their names, for messages.
-            plan: the chunks of those that need a gradient.
-            nvme: mounts, which are opened only if a chunk lies there.
-            kept: the state, as the plan has it (`schema_of`).
-            seed: of the random numbers by which moments in bf16 are rounded.
+            plan: the chunks of the parameters that need a gradient.
+            nvme: mounts, which are opened only if a chunk is at home there.
+            kept: the format of the state, as in the plan (`schema_of`).
+            seed: the seed of the random numbers that round moments in bf16.
 
         Raises:
             CapacityError, TransferError: see `ChunkStore`.
@@ -83,21 +83,21 @@ class PlacedState:
 
     @property
     def is_torn(self) -> bool:
-        """Whether something broke off while a chunk was taken or given back."""
+        """Whether an interrupt has torn the state."""
         return self.store.tiers.consistency.is_torn
 
     def mend(self) -> None:
-        """Begin anew after something broke off: end the threads, take back all slots, and start other threads.
+        """Make the state usable after it was torn: end the threads, free all slots, and start new threads.
 
-        Call `load` afterwards, because the chunks hold anything.
+        Call `load` afterwards, because the chunks may hold anything.
         """
-        # An update may run for which nobody waits, because its step was interrupted. Closing the pool ends it, and
-        # only then may slots be handed out again.
+        # An update of the interrupted step may still run. Closing the pool ends it, and only then slots may be reused.
         self._pool.close()
         self._workers.close()
         self.store.tiers.reset()
 
-        # The finalizer holds the old threads. It goes when a new one is there: one of them has to close the store.
+        # The old finalizer has the old threads. It is detached after the new one exists, because one has to close the
+        # store.
         old = self._finalizer
         self._start_threads()
         old.detach()
@@ -107,12 +107,12 @@ class PlacedState:
         self._finalizer()
 
     def _start_threads(self) -> None:
-        """Start the threads of AdamW and of the checks, with what ends them and frees the chunks."""
+        """Start the threads of AdamW and of the checks, with a finalizer that ends them and frees the chunks."""
         num_threads = cores_usable()
         self._pool = adamw_threads(num_threads)
         self._workers = Workers(num_threads, "megatier-gradient")
 
-        # The finalizer is given what it ends, and not this object, which it would keep alive.
+        # The finalizer must not refer to this object, which it would keep alive.
         ended = (self._pool, self._workers, self.store)
         self._finalizer = weakref.finalize(self, _release, self.owner, *ended)
 
@@ -122,14 +122,14 @@ class PlacedState:
         """Return every gradient of these parameters, flat, in the order of its parameter's elements in memory.
 
         Raises:
-            OptimizerError, NonFiniteError: one of them, or its parameter, cannot be taken.
+            OptimizerError, NonFiniteError: a gradient or its parameter is not valid.
         """
         found = {}
         for index, parameter in enumerate(self._parameters):
             if (grad := parameter.grad) is None or index not in numbers:
                 continue
 
-            # The kernels get addresses and lengths, and the state's order is that of the parameter as it was placed.
+            # Kernels get addresses and lengths, and the state has the parameter's memory order at the time of placing.
             if self._forms.get(index) != form_of(parameter):
                 raise OptimizerError(
                     f"{self._names[index]} was changed after its state was placed: its type, shape, strides or "
@@ -142,7 +142,7 @@ class PlacedState:
         return found
 
     def _check_finite(self, gradients: Mapping[int, Tensor]) -> None:
-        """Refuse gradients that are not finite, by sums of squares: those of bf16 and fp32 cannot overflow fp64."""
+        """Raise if a gradient is not finite, by its sum of squares in fp64, which bf16 and fp32 cannot overflow."""
         pieces: list[Tensor] = []
         for grad in gradients.values():
             if grad.numel():
@@ -151,7 +151,7 @@ class PlacedState:
         on_cpu = [piece for piece in pieces if not piece.is_cuda]
         sums += self._workers.map(sum_squares, on_cpu)
 
-        # One look at all sums: on a GPU each look would make the host wait.
+        # All sums are read at once, because on a GPU each read makes the host wait.
         if sums and not torch.cat(sums).isfinite().all():
             index = next(index for index, grad in gradients.items() if not grad.isfinite().all())
             raise NonFiniteError(
@@ -162,12 +162,12 @@ class PlacedState:
     def update(self, gradients: Mapping[int, Tensor], settings: Callable[[int], Mapping[str, Any]]) -> None:
         """Update the parameters that have a gradient. If this raises, some of them are a step ahead of others.
 
-        Each chunk is brought, updated and given back. The next chunk's update begins before one's has ended. `SLOTS`
-        counts on what is in slots at once: chunks ahead, two in `flying`, and one on its way home.
+        Each chunk is leased, updated and released. The update of the next chunk begins before the current one has
+        ended. `SLOTS` counts the chunks in slots: those ahead, two in `flying`, and one that is being written home.
 
         Args:
-            gradients: those that `gradients` returned.
-            settings: gives the settings of the group that a parameter is in, by the parameter's number.
+            gradients: the result of `gradients`.
+            settings: returns the settings of a parameter's group, by the parameter's number.
         """
         due: list[tuple[StateChunk, list[ElementRun]]] = []
         for chunk in self.store.chunks:

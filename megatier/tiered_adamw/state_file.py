@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import set_default_mmap_options, skip_data
 
-from megatier.durable import becoming
+from megatier.durable import committing
 from megatier.errors import TransferError
 
 StateDict = dict[str, Any]
@@ -38,7 +38,7 @@ def write_state_file(
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
-    with becoming(partial, target, "optimizer state"):
+    with committing(partial, target, "optimizer state"):
         # If the file cannot be created, this says why, which torch would not.
         partial.touch(0o600)
         with FakeTensorMode():

@@ -38,14 +38,13 @@ class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
 
     It behaves as torch's does, with these differences:
 
-    - bf16 parameters have fp32 masters: the parameter is the master, rounded, and its remainder is state.
+    - bf16 parameters have fp32 masters: the parameter is the rounded master, and its remainder is state.
     - The first step, or `load_state_dict`, allocates memory and files, so groups are added before it. `close`, the end
       of the `with` block or the end of the process gives them back.
     - A gradient that is not finite is refused before anything is changed.
     - `optimizer.state` gives copies, read when they are asked for. `state_dict` gives the state if it fits RAM;
       `save_state` streams it to a file. The optimizer itself is neither copied nor pickled.
-    - What the groups are is read at each step, as torch does. A parameter that came into them after the first one is
-      refused.
+    - Groups are read at each step, as in torch. A parameter that joins a group after the first step is refused.
 
     Use it from one thread.
     """
@@ -62,17 +61,17 @@ class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
         kept: str,
         seed: int = 0,
     ) -> None:
-        """Plan where the state lies; only the classes below call this.
+        """Plan the places of the state. Only the classes below call this.
 
         Args:
-            params: as theirs.
-            settings: those of each group that names no other.
-            ram: as theirs.
-            nvme: as theirs.
-            kept: the state, as `schema_of` names it.
-            seed: of the random numbers by which moments in bf16 are rounded, at least 0.
+            params: see the classes below.
+            settings: the default settings of groups.
+            ram: see the classes below.
+            nvme: see the classes below.
+            kept: the format of the state, as `schema_of` names it.
+            seed: the seed of the random numbers that round moments in bf16, at least 0.
         """
-        # Torch's vector maths errs now and then if its first call of the process is a parallel one.
+        # torch's vector maths may err if its first call in the process is parallel.
         warm_up()
         self._kept = kept
         self._settings = tuple(settings)
@@ -85,14 +84,14 @@ class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
         self._placed: PlacedState | None = None
         """The state; None before the first step or load."""
         self._is_torn = False
-        """Whether a step or a load has begun and has not come to its end."""
+        """Whether a step or a load has begun and not ended."""
         self._is_closed = False
         self._numbers: dict[int, int] = {}
         """The number of each placed parameter, by its id."""
         self._incoming: Mapping[int, Mapping[str, Tensor]] = {}
-        """The state that a load brings, by the numbers of the parameters."""
+        """The state that is being loaded, by the numbers of the parameters."""
 
-        # torch adds the groups in here by `add_param_group`, which needs all of the above.
+        # torch calls `add_param_group` in here, which needs all of the above.
         super().__init__(params, settings)
 
     def __enter__(self) -> Self:
@@ -112,14 +111,14 @@ class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
         """Add parameters with settings of their own, before the first step.
 
         Raises:
-            OptimizerError: it is too late, or a parameter cannot be taken.
+            OptimizerError: the first step has begun, or a parameter is not valid.
             PlanError, ConfigError: see `__init__`.
         """
         if self._placed is not None:
             raise OptimizerError("the first step has placed all state: add groups before it, or make a new optimizer.")
         super().add_param_group(param_group)
 
-        # A group that cannot be taken is taken out again, so that a caller who handles the error has what it had.
+        # An invalid group is removed again, so that a caller can handle the error.
         try:
             check_group(self.param_groups[-1], self._settings)
             self._plan()
@@ -131,19 +130,19 @@ class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
 
     @torch.no_grad()
     def _update(self) -> None:
-        # All that can be refused is refused here, so that a caller may go on after such an error.
+        # All checks come first, so that a caller may go on after their errors.
         self._check_whole()
         placed = self._start()
         groups = self._groups_now()
         gradients = placed.gradients(groups)
 
-        # From the first chunk to the last count some parameters are a step ahead of others. Whatever ends this early,
-        # a drive that fails or Ctrl-C, leaves the mark, and nothing but a load takes it away.
+        # Meanwhile some parameters are a step ahead of others. After an error, such as of a drive or by Ctrl-C, the
+        # mark stays until a load.
         self._is_torn = True
         placed.update(gradients, groups.__getitem__)
         self._is_torn = False
 
-        # C and Triton write past torch, whose autograd would not see that saved weights have changed.
+        # Autograd does not see writes of C and Triton, so tell it that these tensors have changed.
         torch.autograd.graph.increment_version([self._parameters[index] for index in gradients])
 
     # ------------------------------------------------------------------ state

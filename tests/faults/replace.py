@@ -33,12 +33,12 @@ def main(folder: Path, kind: str, last: int, switches: bool) -> None:
         return counted
 
     if not switches:
-        durable.switch = lambda first, second: False
+        durable.exchange_names = lambda first, second: False
     for module, name in CALLS:
         setattr(module, name, killed_before(getattr(module, name)))
     target, partial = folder / "target", folder / ".target.partial"
-    durable.settle(target)
-    with durable.becoming(partial, target, "a test", replaces=True):
+    durable.restore_replaced(target)
+    with durable.committing(partial, target, "a test", replaces=True):
         if kind == "folder":
             partial.mkdir()
             for name in ("a", "b"):
