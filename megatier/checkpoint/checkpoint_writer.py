@@ -1,23 +1,24 @@
 """Writes a checkpoint while training goes on.
 
-After `player.drain` the state of a step is home. It stays as it is until the updates of the next step. The queue
-`checkpoint` goes through the units in the order of their updates, and the update of a unit comes behind it. So nothing
-is copied first. Several ranks write one checkpoint; each writes the chunks that it owns (`chunk_owners`).
+After `player.drain` all state is at home, and it does not change until the updates of the next step. The queue
+`checkpoint` reads the units in the order of their updates, and the update of a unit waits until that unit was read. So
+nothing has to be copied first. Several ranks write one checkpoint together; each writes the chunks that it owns
+(`chunk_owners`).
 
 1. `_begin`: the first rank makes a folder with a hidden name, if there is room. All ranks allocate buffers.
-2. `_write_unit`, for each unit: a thread for each group of arrays (masters and both moments) fills chunks, and native
-   threads write them. When all ranks are through with the unit, they exchange the elements that others write. The unit
-   may be updated from then on, since all of it lies in chunks.
-3. `_finish`: each rank waits for its writes and synchronises them. The first rank gathers all checksums, writes the
-   metadata, and last of all the manifest. Then it gives the folder its name.
-4. Only now does it remove older checkpoints.
+2. `_write_unit`, for each unit: one thread for each group of arrays (masters and both moments) fills chunks, and native
+   threads write them. When all ranks have read the unit, they exchange the elements that belong to chunks of other
+   ranks. From then on the unit may be updated, because all of it is in chunks.
+3. `_finish`: each rank waits for its writes and synchronises them. The first rank collects all checksums, writes the
+   metadata, and last of all the manifest. Then it renames the folder.
+4. Only then does it remove older checkpoints.
 
-A kill before the rename leaves the hidden folder, which the next checkpoint removes, and all older ones whole.
+A kill before the rename leaves the hidden folder, which the next checkpoint removes. All older checkpoints stay whole.
 
-This cannot be part of a deadlock: the queue takes no slots and waits for drives and copies alone, never for an update
-or for compute. It also waits for the same queue of other ranks, which goes through the same units.
+The queue cannot take part in a deadlock. It takes no slots, and waits for drives and copies alone, never for updates or
+compute. It also waits for the same queue of other ranks, which reads the same units in the same order.
 
-zarr writes the metadata and `chunkfile` the bytes. The folder has a hidden name until all of it is on the drive.
+zarr writes the metadata, and `chunkfile` the bytes.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ from megatier.store.transfer import Transfer
 from megatier.workers import Workers
 
 RUN_ELEMENTS = 2 << 20
-"""Elements of a plane that are brought to RAM at once: 4 or 8 MiB."""
+"""Elements of a plane that are read at once: 4 or 8 MiB."""
 NUM_WRITING_THREADS = 2
-"""Native threads that write each array."""
+"""Native threads that write the arrays of one group."""
 NUM_STAGED = 3
-"""Chunks of each array in RAM: one that is being filled, and others on their way."""
+"""Chunks of each group in RAM: one is being filled, and the others are being written."""
 
 
 class CheckpointWriter:
-    """A checkpoint on its way. `wait` for it before the next one is begun, and before the session is closed.
+    """A checkpoint that is being written. Call `wait` before the next one begins and before the session is closed.
 
     Attributes:
-        step: the last step of the state that it holds.
+        step: the step whose state it holds.
         num_bytes: bytes of its arrays.
-        seconds: how long it took, once it is over.
+        seconds: the time that it took, once it is whole.
     """
 
     def __init__(
@@ -83,15 +84,15 @@ class CheckpointWriter:
         num_kept: int | None = None,
         best_step: int | None = None,
     ) -> None:
-        """Begin a checkpoint; the caller goes on.
+        """Begin a checkpoint. This returns at once.
 
         Args:
-            session: the run, after `player.drain`, while no other checkpoint of it is on its way.
+            session: the run, after `player.drain`. No other checkpoint of it may be under way.
             folder: the folder of all checkpoints of the run.
             step: the last step. A checkpoint of the same step is replaced.
-            state: everything that is no array, as plain JSON.
-            num_kept: how many of the whole checkpoints are kept, this one included, at least 1; None: all.
-            best_step: the step of a checkpoint that is kept besides; None: of none.
+            state: everything besides the arrays, as plain JSON.
+            num_kept: how many checkpoints are kept, including this one, at least 1; None: all.
+            best_step: the step of a checkpoint that is kept in addition; None: there is none.
         """
         self.step = step
         self.num_bytes = checkpoint_bytes(session.whole_units)
@@ -99,20 +100,20 @@ class CheckpointWriter:
         self._all_ranks: Channel | SingleRank = SingleRank() if session.ranks is None else session.ranks.beside
         self._leads = self._all_ranks.rank == 0
         self._session = session
-        # The process may go to another directory while it is written.
+        # The process may change its working directory meanwhile.
         folder = self._folder = folder.absolute()
         self._num_kept = num_kept
         self._best_step = best_step
         self._target = step_path(folder, step)
         self._partial = folder / f".{self._target.name}{WRITING}"
-        # A copy, since the caller goes on and may change it.
+        # Copied, because the caller may change it meanwhile.
         self._state = dict(state)
         self._opened = ExitStack()
         self._writers: list[PlaneWriter] = []
         self._began = time.perf_counter()
 
-        # One item of the queue for each unit, so that the update of a unit waits for that unit alone. Each has the
-        # generation that is valid now, which later steps may change.
+        # Each unit is an item of the queue, so that the update of a unit waits for that item alone. Each item takes the
+        # generation that is valid now, because later steps may change which one is.
         reader = session.reader
         last = reader.submit("begin", self._begin)
 
@@ -129,16 +130,16 @@ class CheckpointWriter:
         """Wait until the checkpoint is whole, and return its path.
 
         Raises:
-            CapacityError: there was no room. Nothing was written.
-            TransferError, IntegrityError: reading or writing failed. What was written is removed; the checkpoints
-                before it are whole.
-            StepAbandonedError: the session was closed meanwhile. What was written is removed here too.
+            CapacityError: there is too little room. Nothing was written.
+            TransferError, IntegrityError: reading or writing failed. The unfinished checkpoint is removed, and older
+                ones stay whole.
+            StepAbandonedError: the session was closed meanwhile. The unfinished checkpoint is removed.
         """
-        # An error of any unit before it is this item's as well, since each item waits for the one before.
+        # Each item waits for the one before, so an error of any unit arrives here.
         self._end.wait()
         return self._target
 
-    # ------------------------------------------------------------------ the queue's side
+    # ------------------------------------------------------------------ on the queue's thread
 
     def _begin(self) -> None:
         """Make the hidden folder, on the first rank, and allocate buffers and threads."""
@@ -156,7 +157,7 @@ class CheckpointWriter:
 
     def _make_folder(self) -> None:
         """Make the hidden folder, if there is room for the checkpoint."""
-        # What a kill has left goes first: it may be what takes the room.
+        # Leftovers of a kill go first, because they take room.
         self._folder.mkdir(mode=0o700, exist_ok=True)
         remove_leftovers(self._folder)
         check_room(self._folder, self._session.whole_units)
@@ -166,7 +167,7 @@ class CheckpointWriter:
         """Allocate buffers, and start threads."""
         whole_units = self._session.whole_units
 
-        # One size of buffers for all arrays, which is that of the largest chunk.
+        # All buffers have the size of the largest chunk.
         grids = [Grid.of(shape) for shape in parameter_shapes(whole_units).values()]
         chunk_elements = max(grid.chunk_elements for grid in grids)
 
@@ -175,13 +176,13 @@ class CheckpointWriter:
             shared = [tensor for tensor in unit.layout.tensors if tensor.whole is not None]
             num_shared = max(num_shared, len(shared))
 
-        # A chunk of each parameter that lies in several units may wait for its rest, which comes with the next unit. On
-        # several ranks the next unit may begin another such chunk before that, and the ends of the shard's trained and
-        # frozen elements wait for those of other ranks.
+        # If a parameter lies in several units, its last chunk waits for the next unit. With several ranks the next unit
+        # may begin another such chunk before that, and the last chunks of the shard's trained and frozen elements wait
+        # for elements of other ranks.
         num_open = num_shared if self._all_ranks.size == 1 else 2 * num_shared + 2
         num_staged = max(NUM_STAGED, num_open + 1)
 
-        # The queue remembers its last item, which must not keep the writers and their buffers alive.
+        # The queue keeps a reference to its last item, which must not keep the buffers of the writers alive.
         self._opened.callback(self._writers.clear)
         longest = max(unit.layout.num_elements for unit in self._session.own_units)
         buffers = Buffers(self._session, min(RUN_ELEMENTS, longest))
@@ -191,15 +192,15 @@ class CheckpointWriter:
         for name in groups_of(whole_units):
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_WRITING_THREADS, num_staged))
             self._writers.append(PlaneWriter(self._session, files, self._partial, name, buffers, owners))
-        # A thread for masters and for each moment: they read different planes of a unit, and each has its own files.
+        # Masters and each moment have a thread, because they read different planes and write different files.
         self._workers = Workers(len(self._writers), "megatier-checkpoint")
 
-        # Called first of all, because the threads fill what the others free.
+        # This callback runs first, because the threads fill the buffers that the others free.
         self._opened.callback(self._workers.close)
 
     def _write_unit(self, unit: Unit, generation: Generation) -> None:
-        """Copy a unit's masters and moments into chunks, each in a thread of its own."""
-        # Each region ends on all ranks, or fails on all. One that failed alone would leave the others in the exchange.
+        """Copy a unit's masters and moments into chunks, each on its own thread."""
+        # Each region succeeds on all ranks or fails on all. A rank that failed alone would leave the others waiting.
         with self._all_ranks.failing_together():
             self._workers.map(lambda writer: writer.write(unit, generation), self._writers)
 
@@ -210,9 +211,9 @@ class CheckpointWriter:
                 writer.take(unit, values)
 
     def _finish(self, last: Transfer) -> None:
-        """Make the checkpoint whole, or leave nothing of it. The first rank does so when all ranks have written."""
-        # The rename lies inside the outer region, so that all ranks fail if it does. The inner region lets all ranks
-        # stop before the rename if one of them has failed.
+        """Write the metadata and rename the folder once all ranks have written, or remove the folder after an error."""
+        # The outer region contains the rename, so that all ranks fail if it does. The inner region stops all ranks
+        # before the rename if one of them has failed.
         with self._all_ranks.failing_together(), self._becoming():
             with self._all_ranks.failing_together():
                 chunks = self._end_writing(last)
@@ -222,20 +223,20 @@ class CheckpointWriter:
                 checksums = _joined(written)
                 _write_metadata(self._partial, self._session.whole_units, self.step, self._state, checksums)
 
-        # Only now: until this one is whole, the run may need an older one.
+        # Until this checkpoint is whole the run may need an older one, so those are removed last.
         with self._all_ranks.failing_together():
             if self._leads and self._num_kept is not None:
                 prune(self._folder, self._num_kept, self._best_step)
         self.seconds = time.perf_counter() - self._began
 
     def _becoming(self) -> AbstractContextManager[None]:
-        """Give the folder its name in the end, on the first rank."""
+        """Return a context that renames the folder at its end, on the first rank."""
         if not self._leads:
             return nullcontext()
         return committing(self._partial, self._target, "a checkpoint", replaces=True)
 
     def _end_writing(self, last: Transfer) -> dict[str, dict[int, int]]:
-        """Wait until this rank has written all that it writes, and return the checksums by array and chunk."""
+        """Wait until this rank has written all of its chunks, and return their checksums by array and chunk."""
         writers = list(self._writers)
         try:
             last.wait()
@@ -255,7 +256,7 @@ class CheckpointWriter:
 
 
 def _joined(written: Sequence[Mapping[str, Mapping[int, int]]]) -> dict[str, list[int]]:
-    """Return the checksums of each array in the order of its chunks, from those that each rank has written."""
+    """Return the checksums of each array in the order of its chunks, joined from all ranks."""
     arrays: dict[str, dict[int, int]] = {}
     for chunks in written:
         for node, values in chunks.items():
@@ -270,8 +271,7 @@ def _joined(written: Sequence[Mapping[str, Mapping[int, int]]]) -> dict[str, lis
 def _in_order(session: Session) -> list[Unit]:
     """Return the units in the order of their updates, which in the immediate mode is that of the backward.
 
-    The parts of a layer's experts stay in their own order, because they share arrays that are written from front to
-    back.
+    The parts of a layer's experts keep their order, because they share arrays that are written from front to back.
     """
     if session.optimizer.hyper.deferred:
         return list(session.own_units)
@@ -286,7 +286,7 @@ def _in_order(session: Session) -> list[Unit]:
 def _write_metadata(
     folder: Path, units: Sequence[Unit], step: int, state: Mapping[str, Any], chunks: Mapping[str, Sequence[int]]
 ) -> None:
-    """Write all of a checkpoint but its chunks, and last of all the manifest, which makes it whole.
+    """Write the metadata of a checkpoint, and last of all the manifest, which makes it whole.
 
     Args:
         folder: the checkpoint's folder, which may hold chunks already.
@@ -300,8 +300,7 @@ def _write_metadata(
     """
     import zarr  # slow to import, and most of a run does without
 
-    # The groups say too that there is a manifest. If a misdirected write put an older root's metadata in place of this
-    # one's, that would deny it.
+    # The groups note the format too. So a root of an older checkpoint is found, if a misdirected write has put it here.
     root = zarr.create_group(store=str(folder), zarr_format=3)
     attributes = {"megatier": {"format": CHECKPOINT_FORMAT}}
     groups = {name: root.create_group(name, attributes=attributes) for name in groups_of(units)}
@@ -316,7 +315,7 @@ def _write_metadata(
     bound = {"state": state, "manifest": Manifest(step, checksums).to_dict()}
     digest = digest_of(bound)
 
-    # The manifest says that these files are there, so they have to be on the drive before it is.
+    # The manifest lists these files, so they have to be on the drive first.
     sync_tree(folder)
     root.update_attributes({"megatier": {"format": CHECKPOINT_FORMAT, **bound, "digest": digest}})
 
@@ -325,7 +324,7 @@ def _create_arrays(folder: Path, groups: Mapping[str, Any], shapes: Mapping[tupl
     """Write the metadata of arrays, whose shapes are given by group and parameter."""
     from zarr.codecs import BytesCodec, Crc32cCodec
 
-    # Arrays of one shape have the same metadata, for which zarr needs milliseconds. So it makes one of each shape.
+    # zarr needs milliseconds for the metadata of an array. Arrays of one shape have the same, so it is copied.
     like: dict[tuple[int, ...], Path] = {}
     for (name, parameter), shape in shapes.items():
         path = folder / name / parameter / METADATA_FILE

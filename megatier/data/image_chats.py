@@ -1,9 +1,9 @@
-"""Conversations with images as training sequences, one conversation each, in an order that follows from the step alone.
+"""Conversations with images as training sequences, in an order that depends on the step alone.
 
-All of them are read once before the first step: template and processor take each, so that what they refuse is known
-then, and their text is stored as rows (`image_rows`). The pixels of a step are made again, by a thread that is two
-steps ahead. Order and hold-out are those of texts (`holdout`, `shuffle`), so a resumed run needs no position but its
-step.
+All conversations are read once before the first step. The chat template and the processor take each of them, so bad
+ones are found then, and their text is stored as rows (`image_rows`). The pixels are made again for each step, by a
+thread that is two steps ahead. Order and hold-out are those of texts (`holdout`, `shuffle`), so a resumed run needs its
+step alone.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from megatier.workers import Task, Workers
 ROW_FILES = "train.rows", "holdout.rows", "images.bytes"
 """Names of the files: rows to train on, rows held out, and images that came as bytes."""
 ROW_FORMAT = 2
-"""Files of rows in another format are made again. In the first one a line was no list."""
+"""The format of rows. Files in another format are made again."""
 STEPS_AHEAD = 2
-"""Steps whose pixels are made before they are asked for."""
+"""Steps whose pixels are made in advance."""
 
 Group = dict[str, torch.Tensor]
-"""What the model takes of a group's rows."""
+"""The arguments of the model for the rows of a group, by name."""
 
 
 class ImageChats:
-    """Conversations with images: training sequences and held-out ones. Use it as a context: its thread ends with it.
+    """Conversations with images: training sequences and held-out ones. Use it as a context, which ends its thread.
 
     Attributes:
         train: the rows to train on.
         held_out: the rows to evaluate on.
         sequence_length: the tokens of a row, with its padding.
-        damaged: the file that made it necessary to read the conversations again, if one did.
-        bad: the records that were left out as they were read.
+        damaged: the damaged file because of which the conversations were read again; None: there was none.
+        bad: the records that were left out.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class ImageChats:
         progress: Callable[[int], None] = lambda _: None,
         positions: Positions | None = None,
     ) -> None:
-        """Read the conversations into rows in a directory, or take those that are there.
+        """Read the conversations into rows in a directory, or use the rows that are there.
 
         Args:
             config: the data, with `images`.
             processor: makes pixels and tokens.
-            directory: where the files lie.
-            progress: is called with the number of tokens that came since the last call.
-            positions: gives the positions of a conversation's tokens, if several share a sequence.
+            directory: the directory for the files.
+            progress: called with the number of tokens since the last call.
+            positions: returns the positions of a conversation's tokens, if several share a sequence.
 
         Raises:
-            DataError: a record or an image is bad and not to be left out, there is nothing to train on, or no room for
-                the files.
+            DataError: a record or an image is bad and may not be left out, there is nothing to train on, or the drive
+                has no room for the files.
         """
         self._processor = processor
         self._directory = directory
@@ -94,7 +94,7 @@ class ImageChats:
             )
         self._ahead: deque[tuple[tuple[int, int, int], Task[list[Group]]]] = deque()
 
-        # One thread, so that batches are made in the order of the steps.
+        # One thread makes batches in the order of the steps.
         self._worker = Workers(1, "megatier-images")
 
     def __enter__(self) -> Self:
@@ -107,7 +107,7 @@ class ImageChats:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The note of a checkpoint that tells these conversations from others."""
+        """What a checkpoint saves to tell these conversations from others: numbers of tokens and checksums."""
         held_out = {"num_tokens": len(self.held_out) * self.sequence_length, "crc32": self.held_out.crc32}
         return {"num_tokens": self.num_tokens, "crc32": self.train.crc32, "held_out": held_out}
 
@@ -122,7 +122,7 @@ class ImageChats:
         return len(self.train)
 
     def groups(self, step: int, batch: int, count: int) -> list[Group]:
-        """Return the training batch of a step, counted from 0, in so many groups.
+        """Return the groups of a step's training batch. Steps are counted from 0.
 
         Args:
             step: the step.
@@ -130,31 +130,31 @@ class ImageChats:
             count: number of groups, or fewer if there are fewer conversations.
 
         Returns:
-            Of each group what the processor makes of it: `input_ids`, `attention_mask` and, for most models, the kinds
-            of tokens, all int64 [rows, length]; the pixels of all its images, and what describes them, if it has any;
-            and `labels`, which are ids, or -100 for a token that is not learnt.
+            For each group the output of the processor: `input_ids`, `attention_mask` and, for most models, the types of
+            tokens, all int64 [rows, length]; the pixels of its images and their sizes, if it has images; and `labels`,
+            which are ids, or -100 for a token that is not learnt.
 
         Raises:
-            DataError: an image is gone or another one now, or cannot be decoded.
+            DataError: an image is missing, has changed, or cannot be decoded.
         """
-        # What was made ahead for other steps is of no use after a jump, which a run makes when it begins.
+        # After a jump, such as that of a resume, batches that were made for other steps are dropped.
         wanted = [(step + ahead, batch, count) for ahead in range(STEPS_AHEAD + 1)]
         while self._ahead and self._ahead[0][0] != wanted[0]:
             self._ahead.popleft()
 
-        # Those that are left are the first of what is wanted.
+        # The batches that are left are the first of the wanted ones.
         missing = wanted[len(self._ahead) :]
         for key in missing:
             task = self._worker.submit(partial(self._make, *key))
             self._ahead.append((key, task))
 
-        # Taken out of the queue only after the wait, so that an interrupt in the wait loses nothing.
+        # The batch is removed only after the wait, so that an interrupt during the wait loses nothing.
         made = self._ahead[0][1].result()
         self._ahead.popleft()
         return made
 
     def holdout(self, batch: int, count: int) -> Iterator[list[Group]]:
-        """Yield held-out batches in order, each in so many groups; the last one perhaps smaller."""
+        """Yield the held-out batches in order, each as `count` groups. The last one may be smaller."""
         num_rows = len(self.held_out)
         for start in range(0, num_rows, batch):
             stop = min(start + batch, num_rows)
@@ -162,7 +162,7 @@ class ImageChats:
             yield self._groups(rows, count)
 
     def rehearsal(self, step: int, batch: int, count: int) -> list[Group]:
-        """Return groups that have an image each, as many as a step has; none if it has them, or nothing has images.
+        """Return as many groups as a step has, each with an image; none if its own have images, or no conversation has.
 
         Args:
             step: the step that a run begins with, counted from 0.
@@ -177,24 +177,24 @@ class ImageChats:
         num_groups = len(groups)
         found = list(itertools.islice(self._packs_with_images(), num_groups))
 
-        # If fewer conversations have images, some come again.
+        # If too few conversations have images, some are repeated.
         repeated = itertools.islice(itertools.cycle(found), num_groups)
         return [self._columns([pack]) for pack in repeated]
 
     def _packs_with_images(self) -> Iterator[Pack]:
         """Yield the sequences to train on that have images."""
         for number in range(len(self.train)):
-            # One by one, since the caller stops at the first few.
+            # Read one by one, because the caller stops after a few.
             (pack,) = self.train.read([number])
             if _has_images(pack):
                 yield pack
 
     def _make(self, step: int, batch: int, count: int) -> list[Group]:
-        """Return the groups of a step; this runs in the thread."""
+        """Return the groups of a step; this runs on the thread `megatier-images`."""
         return self._groups(self._rows(step, batch), count)
 
     def _rows(self, step: int, batch: int) -> list[Pack]:
-        """Return the conversations of a step, sequence by sequence."""
+        """Return the conversations of a step, by sequence."""
         numbers = []
         for position in range(step * batch, (step + 1) * batch):
             # Each epoch has a permutation of its own, and a batch may reach into the next one.
@@ -203,20 +203,20 @@ class ImageChats:
         return self.train.read(numbers)
 
     def _groups(self, rows: Sequence[Pack], count: int) -> list[Group]:
-        """Return what the model takes of rows, in so many groups."""
+        """Return the arguments of the model for rows, as `count` groups."""
         return [self._columns(some) for some in self._cut(rows, count)]
 
     def _cut(self, rows: Sequence[Pack], count: int) -> list[Sequence[Pack]]:
-        """Return rows in so many groups, as `packer.groups_of` cuts them."""
+        """Return rows in groups, as `columns.split_groups` cuts them."""
         size = -(-len(rows) // count)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def _columns(self, packs: Sequence[Pack]) -> Group:
-        """Return what the model takes of the sequences of a group."""
+        """Return the arguments of the model for the sequences of a group."""
         if self._positions is None:
             return self._padded([row for pack in packs for row in pack], self.sequence_length)
 
-        # One by one, so that each has the pixels and positions that it has alone.
+        # Each conversation is processed alone, so that its pixels and positions do not depend on the others.
         apart = []
         for pack in packs:
             alone = [self._padded([row], row.num_tokens) for row in pack]
@@ -229,10 +229,10 @@ class ImageChats:
         return join_rows(apart, self.sequence_length, pad_token, self._positions)
 
     def _padded(self, rows: Sequence[ImageRow], length: int) -> Group:
-        """Return what the model takes of conversations, each in a row of so many tokens."""
+        """Return the arguments of the model for conversations, each in a row of `length` tokens."""
         images = []
         for row in rows:
-            # Read and decoded anew at each step: the pixels of a dataset are many times the size of its files.
+            # Images are decoded again in each step, because pixels are many times as large as their files.
             raws = [image.read(self._directory, row.place) for image in row.images]
             images.append(decode_all(raws, row.place))
         place = " and ".join(row.place for row in rows)
@@ -255,15 +255,15 @@ def _contents(
     bad: BadRecords,
     progress: Callable[[int], None],
 ) -> tuple[list[Content], str | None]:
-    """Return what the files hold, which are made unless they are there; and the file that was damaged, if one was."""
-    # A processor with other settings makes other tokens of an image, so rows of another one are made again.
+    """Return the contents of the files, after making them if needed, and the damaged file if there was one."""
+    # A processor with other settings makes other tokens of an image, so its rows are made again.
     settings = json.dumps(
         [describe_settings(config, processor.tokenizer), processor.made_by, repr(processor.own), ROW_FORMAT]
     )
     try:
         contents, damaged = read_contents(directory, settings, ROW_FILES)
         if contents is None:
-            # While the files are being made no note may say that they are there.
+            # While the files are being made, no note may say that they are whole.
             (directory / TOKENS_NOTE_FILE).unlink(missing_ok=True)
             contents = _write(config, processor, directory, bad, progress)
             write_note(directory, settings, ROW_FILES, contents)
@@ -280,7 +280,7 @@ def _write(
     bad: BadRecords,
     progress: Callable[[int], None],
 ) -> list[Content]:
-    """Read all conversations into files, which get their names when they are whole and on the drive."""
+    """Write all conversations to files, which get their names once all of them are on the drive."""
     directory.mkdir(parents=True, exist_ok=True)
     partial_paths = [directory / f"{name}.partial" for name in ROW_FILES]
     with (
@@ -320,7 +320,7 @@ def _write(
 
 
 def _lay(rows: list[ImageRow], config: DataConfig, writer: RowWriter) -> None:
-    """Write the conversations that wait, alone or packed, and let go of them."""
+    """Write the collected conversations, alone or packed, and clear the list."""
     packs: list[Pack] = [(row,) for row in rows]
     if config.max_patches is not None:
         packs = pack_images(rows, config.sequence_length, config.max_patches)
@@ -330,22 +330,22 @@ def _lay(rows: list[ImageRow], config: DataConfig, writer: RowWriter) -> None:
 
 
 def _has_images(pack: Pack) -> bool:
-    """Return whether a conversation of a sequence has images."""
+    """Return whether any conversation of a sequence has images."""
     return any(row.images for row in pack)
 
 
 def _row_of(conversation: Conversation, config: DataConfig, processor: Processor, kept: ByteWriter) -> ImageRow:
-    """Return a conversation as a row, and keep those of its images that came as bytes.
+    """Return a conversation as a row, and store those of its images that came as bytes.
 
     Raises:
-        DataError: it cannot be read, or is longer than a row.
+        DataError: an image cannot be read, or the conversation is longer than a row.
     """
     place = conversation.place
     raws = list(raw_images(conversation))
     text, ids, learnt, num_patches = processor.tokenise(conversation, decode_all([raw for _, raw in raws], place))
     check_room(len(ids), num_patches, len(raws), config, place)
 
-    # Only now, when nothing refuses it any more.
+    # Images are stored once nothing can refuse the conversation any more.
     images = []
     for path, raw in raws:
         images.append(kept.keep(raw) if path is None else ImageBytes(str(path), 0, len(raw), digest_of(raw)))

@@ -1,7 +1,7 @@
-"""Reads records out of JSON lines, JSON, CSV, Parquet and Arrow files, each with the place it comes from.
+"""Reads records from JSON lines, JSON, CSV, Parquet and Arrow files, each with its place for error messages.
 
-A dataset that Hugging Face's `save_to_disk` wrote is a folder of Arrow files, named by its `state.json`. pyarrow reads
-them, and nothing else is needed.
+A dataset from Hugging Face's `save_to_disk` is a folder of Arrow files, which its `state.json` lists. pyarrow reads
+them.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from megatier.files import FileVersion, open_regular
 from megatier.foreign import first_sentence
 
 ROWS_AT_ONCE = 1024
-"""Rows of a table that are in RAM as Python objects at once."""
+"""Most rows of a table that are Python objects at a time."""
 
 SEPARATORS = {"csv": ",", "tsv": "\t"}
-"""What stands between the fields of a line."""
+"""Separators of fields, by format."""
 
 BAD_SHOWN = 10
-"""Most bad records that are named."""
+"""Most bad records that a message names."""
 RECORDS_LOOKED_AT = 100_000
-"""Records that are looked at after a bad one for more of them, before the text is refused."""
+"""Records that are read after a bad one, to name more bad ones, before the text is refused."""
 
 
 class BadRecords:
-    """Records that cannot be read: how many there were, and what is wrong with the first ones."""
+    """Counts records that cannot be read, and keeps the errors of the first ones."""
 
     def __init__(self, *, skips: bool) -> None:
-        """Begin with none. They are left out if `skips`, else the text is refused."""
+        """Begin with none. If `skips`, bad records are left out. Otherwise the text is refused."""
         self.skips = skips
         self.count = 0
         self.first: list[str] = []
         self._left = RECORDS_LOOKED_AT
 
     def add(self, error: DataError) -> None:
-        """Take one.
+        """Take note of a bad record.
 
         Raises:
-            DataError: the text is refused, and enough is known to say why.
+            DataError: the text is refused, and enough bad records are known.
         """
-        # Counted beyond those that are named, for the sentence at the end.
+        # All are counted, although only the first ones are named.
         self.count += 1
         if len(self.first) < BAD_SHOWN:
             self.first.append(str(error))
@@ -58,10 +58,10 @@ class BadRecords:
             self.end()
 
     def leave_out(self, error: DataError) -> None:
-        """Take one whose place is known without a look at those after it.
+        """Take note of a bad record, or refuse the text at once.
 
         Raises:
-            DataError: bad records are not to be left out, so this one is refused at once.
+            DataError: bad records may not be left out.
         """
         if not self.skips:
             raise error
@@ -69,14 +69,14 @@ class BadRecords:
 
     @property
     def said(self) -> str:
-        """One sentence about how many were left out, and what is wrong with the first ones."""
+        """A sentence with the number of records that were left out, and the errors of the first ones."""
         records = "bad record is" if self.count == 1 else "bad records are"
         return f"{self.count:,} {records} left out (data.skip_bad). The first: {self._named}"
 
     @property
     def _named(self) -> str:
-        """The first ones: their places, and what is wrong with them, which often is the same of all in a file."""
-        # Each with the file first, and then its lines.
+        """The errors of the first bad records. Records of a file with the same error are named together."""
+        # Each list begins with the file, and its lines follow.
         places_by_reason: dict[tuple[str, str], list[str]] = {}
         for said in self.first:
             place, _, reason = said.partition(": ")
@@ -91,21 +91,21 @@ class BadRecords:
 
     @property
     def refuses(self) -> bool:
-        """Whether the text is refused, and only more bad records are looked for."""
+        """Whether the text is refused, so that records are read only to find more bad ones."""
         return self.count > 0 and not self.skips
 
     def pass_over(self) -> None:
-        """Pass over a good record of a text that is refused.
+        """Skip a good record of a text that is refused.
 
         Raises:
-            DataError: enough records were looked at.
+            DataError: enough records were read.
         """
         self._left -= 1
         if not self._left:
             self.end()
 
     def end(self) -> None:
-        """Refuse the text if it has bad records and they are not to be left out.
+        """Refuse the text if it has bad records that may not be left out.
 
         Raises:
             DataError: names the first ones.
@@ -114,7 +114,7 @@ class BadRecords:
             return
         count = ""
         if self.count > 1:
-            # More of them may follow: a text is read no further than it takes to name a few.
+            # More of them may follow, because the text is read only far enough to name a few.
             count = f"{self.count} bad records or more: "
         raise DataError(f"{count}{self._named} data.skip_bad leaves such records out.")
 

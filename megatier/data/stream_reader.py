@@ -1,8 +1,8 @@
-"""Reads a stream window by window, and lays its tokens end to end as sequences, from any position on.
+"""Reads a stream in windows, and cuts its tokens into sequences, from any position on.
 
-Rows are read in windows of `data.window_rows`, and those of a window are permute by a keyed permutation, as sequences
-of files are. A window's tokens follow from its rows alone. So a reader that begins within a window reads all of it, and
-leaves out the tokens that were used up before; their checksum tells whether they are what they were.
+A window has `data.window_rows` rows, which are shuffled by a keyed permutation, as the sequences of files are. Its
+tokens depend on its rows alone. So a reader that starts inside a window reads all of it and skips the tokens that were
+used before; their checksum shows whether they are still the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatier.errors import DataError
 
 
 class StreamReader:
-    """Makes sequences out of the rows of a stream."""
+    """Makes sequences from the rows of a stream."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class StreamReader:
         Args:
             config: the data.
             tokenizer: the run's tokenizer.
-            dataset: an `IterableDataset` without the rows that are held out.
+            dataset: an `IterableDataset` without the held-out rows.
             bad: counts records that are left out.
-            checks: whether tokens that were used up before have to be what they were.
+            checks: whether the skipped tokens have to be the same as before.
         """
         self._config = config
         self._tokenizer = tokenizer
@@ -54,20 +54,20 @@ class StreamReader:
         self._checks = checks
 
     def sequences(self, start: Position) -> Generator[tuple[NDArray[np.int64], Position]]:
-        """Yield the sequences after a position, each with the position where it ends, for ever.
+        """Yield the sequences after a position without end, each with the position after it.
 
         Raises:
-            DataError: the stream has no text, or is not what it was before the position.
+            DataError: the stream has no text, or has changed before the position.
         """
-        # One for all windows: of a small one alone the tokenizer may know nothing. What comes before the position was
-        # judged when it was read.
+        # One packer serves all windows, because the tokenizer may know nothing of one small window. The text before the
+        # position was checked when it was read.
         packer = Packer(self._config, self._tokenizer, self._bad)
         packer.is_blind = start.epoch == start.window == 0
         length = self._config.sequence_length
         parts: list[NDArray[np.int64]] = []
         left = length
 
-        # Pieces of the packer, windows and epochs end anywhere in a sequence.
+        # The packer's pieces, windows and epochs may end anywhere in a sequence.
         for position, pieces in self._new_pieces(start, packer):
             for tokens in pieces:
                 while len(tokens):
@@ -81,12 +81,12 @@ class StreamReader:
                         left = length
 
     def _new_pieces(self, start: Position, packer: Packer) -> Iterator[tuple[Position, Iterator[NDArray[np.int64]]]]:
-        """Yield the tokens of each window in pieces, without those that are used up, and the position before them."""
+        """Yield the position before each window and the window's unused tokens, in pieces."""
         is_begun = start.used > 0
         for position, documents in self._windows(start):
             pieces = self._pack(position, documents, packer)
 
-            # Only the first window may have been begun before.
+            # Only the first window may have been used in part.
             if is_begun:
                 position, pieces = self._pass_over(position, pieces, start)
                 is_begun = False
@@ -95,10 +95,10 @@ class StreamReader:
     def _pass_over(
         self, position: Position, pieces: Iterator[NDArray[np.int64]], start: Position
     ) -> tuple[Position, Iterator[NDArray[np.int64]]]:
-        """Read the tokens of a window that are used up, for their checksum alone; return where it goes on, and how.
+        """Skip the used tokens of a window and compare their checksum; return the position after them and the rest.
 
         Raises:
-            DataError: they are not what they were.
+            DataError: the tokens have changed.
         """
         for tokens in pieces:
             old, new = np.split(tokens, [start.used - position.used])
@@ -107,12 +107,12 @@ class StreamReader:
                 self._check(position, start)
                 return position, itertools.chain([new], pieces)
 
-        # The window is shorter than it was, so its rows are others.
+        # The window has become shorter, so its rows have changed.
         self._check(position, start)
         return position, pieces
 
     def _check(self, found: Position, start: Position) -> None:
-        """Refuse a window that is not the one that was read before, by the checksum of the tokens used up."""
+        """Refuse a window whose used tokens have another checksum than before."""
         if found != start and self._checks:
             raise DataError(
                 f"the stream of {self._config.dataset} is not what it was before the checkpoint: its rows are others. "
@@ -120,7 +120,7 @@ class StreamReader:
             )
 
     def _windows(self, start: Position) -> Iterator[tuple[Position, list[str | Conversation]]]:
-        """Yield the documents of each window with the position before it, epoch by epoch."""
+        """Yield the position before each window and the window's documents, epoch by epoch."""
         config = self._config
         position = start
         while True:
@@ -128,7 +128,7 @@ class StreamReader:
             if position.dataset is not None:
                 self._dataset.load_state_dict(position.dataset)
 
-            # Windows before the one to go on from are not read again, and may have had text.
+            # Earlier windows are not read again, and may have had text.
             has_text = position.window > 0
             rows = read_rows(config, config.split, self._dataset, self._bad)
             while window := self._read_window(rows):
@@ -136,10 +136,10 @@ class StreamReader:
                 has_text |= bool(documents)
                 yield replace(position, used=0, crc32=0), documents
 
-                # The dataset stands before the next window now.
+                # By now the dataset is at the beginning of the next window.
                 position = replace(position, window=position.window + 1, dataset=self._dataset.state_dict())
 
-            # Without this a dataset without text would be read again and again for ever.
+            # A dataset without text would otherwise be read over and over.
             if not has_text:
                 raise DataError(
                     f"no text in {config.dataset} ({config.split}) after the rows that are held out. Check "
@@ -165,7 +165,7 @@ class StreamReader:
     def _pack(
         self, position: Position, documents: list[str | Conversation], packer: Packer
     ) -> Iterator[NDArray[np.int64]]:
-        """Yield the tokens of a window, its documents permute; whole sequences if documents stay whole."""
+        """Yield the tokens of a window in shuffled order; whole sequences if documents stay whole."""
         config = self._config
         count = len(documents)
         key = (config.seed, position.epoch, position.window)
@@ -173,7 +173,7 @@ class StreamReader:
             document = documents[permute(number, count, key)]
             yield from packer.lay(document)
 
-        # Texts go on in the next window. Conversations may wait to be packed, and belong to this one.
+        # A text may continue in the next window. Conversations that wait to be packed belong to this one.
         if config.chat is not None:
             yield from packer.end()
         packer.check()

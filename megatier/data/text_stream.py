@@ -1,9 +1,10 @@
-"""Makes sequences out of a stream: rows of a dataset that are tokenised and packed while the run goes on.
+"""A text that is streamed: the rows of a dataset are tokenised and packed while the run goes on.
 
-A position in the stream is small: the dataset's own state before a window of rows, and how many of the window's tokens
-are used up (`stream_reader`). The library's own shuffle buffer loses its rows when a stream goes on, so it is not used.
+A position in the stream is small. It has the state of the dataset before a window of rows, and the number of the
+window's tokens that are used (`stream_reader`). The shuffle buffer of `datasets` is not used, because it loses its rows
+on a resume.
 
-One thread makes the sequences of the steps ahead. At the end of the stream it begins again with the next epoch.
+One thread prepares the sequences of the next steps. At the end of the stream it begins the next epoch.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from megatier.errors import CheckpointError, DataError
 from megatier.workers import Task, Workers
 
 CHANGES_SHOWN = 5
-"""Most files that are named which are not those that the run began with."""
+"""Most changed files that an error names."""
 STEPS_AHEAD = 2
-"""Steps whose sequences are made before they are asked for."""
+"""Steps whose sequences are prepared in advance."""
 
 
 class TextStream:
-    """Training sequences of a stream, in order, and held-out ones. Use it as a context: its thread ends with it.
+    """The training sequences of a stream in order, and held-out ones. Use it as a context, which ends its thread.
 
     Attributes:
-        damaged: the file that made it necessary to tokenise the held-out text again, if one did.
-        bad: the records that were left out since the stream was opened. One counts again in each epoch.
+        damaged: the damaged file because of which the held-out text was tokenised again; None: there was none.
+        bad: the records that were left out since the stream was opened. Each counts once an epoch.
     """
 
     def __init__(
@@ -57,30 +58,29 @@ class TextStream:
         *,
         accepts_changes: bool = False,
     ) -> None:
-        """Tokenise what is held out, and open the stream.
+        """Tokenise the held-out text, and open the stream.
 
         Args:
             config: the data, with `streaming`.
             tokenizer: the run's tokenizer.
-            directory: where the held-out tokens are written.
-            state: `state` of the run that is resumed; None: the stream begins.
-            accepts_changes: begin if the state is of other settings or another dataset, and take other tokens than it
-                notes.
+            directory: the directory for the held-out tokens.
+            state: the saved `state` of a run that is resumed; None: the stream begins.
+            accepts_changes: accept a state of other settings, of another dataset or with other tokens.
 
         Raises:
-            DataError: the dataset cannot be read, or is not that of the state.
+            DataError: the dataset cannot be read, or differs from that of the state.
             CheckpointError: the state is damaged.
         """
         self._config = config
         self.bad = BadRecords(skips=config.skip_bad)
 
-        # Its digest, since every checkpoint has it, and a chat template may be long.
+        # A digest is enough. Every checkpoint has it, and a chat template may be long.
         settings = describe_settings(config, tokenizer).encode()
         self._settings = hashlib.blake2b(settings, digest_size=16).hexdigest()
         self._position, commit = self._start(state, accepts_changes=accepts_changes)
         self._checks = not accepts_changes
 
-        # The commit of the beginning, so that rows do not change when somebody pushes to the dataset.
+        # The first commit is kept, so that rows do not change when somebody pushes to the dataset.
         pinned = replace(config, revision=commit or config.revision)
         dataset, self._commit = hub.stream(pinned, config.split)
         files = hub.local_files(config, config.split)
@@ -90,7 +90,7 @@ class TextStream:
         _, self._held_out, self.damaged = tokenise(pinned, tokenizer, directory, self.bad)
         self._check_held_out(state)
 
-        # Not called for 0 rows: even then `skip` would keep the dataset from reordering its shards.
+        # `skip` keeps the dataset from reordering its shards, even for 0 rows, so it is called only if needed.
         if config.holdout_split is None and config.holdout_rows:
             dataset = dataset.skip(config.holdout_rows)
 
@@ -105,13 +105,13 @@ class TextStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The thread first: a generator that runs in it cannot be closed.
+        # The thread comes first, because a generator cannot be closed while it runs there.
         self._worker.close()
         self._sequences.close()
 
     @property
     def state(self) -> dict[str, Any]:
-        """The note of a checkpoint: the stream, and the position in it where the last batch ended."""
+        """What a checkpoint saves: the identity of the stream, and the position after the last batch."""
         return {
             "settings": self._settings,
             "commit": self._commit,
@@ -130,7 +130,7 @@ class TextStream:
         Raises:
             DataError: the stream is malformed, broke off, or has no text.
         """
-        # One more than the steps ahead, since the first one is what this call waits for.
+        # The first batch is the one that this call waits for, and the others are ahead of it.
         while len(self._ahead) <= STEPS_AHEAD:
             task = self._worker.submit(partial(self._take, batch))
             self._ahead.append(task)
