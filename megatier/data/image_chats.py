@@ -30,8 +30,8 @@ from megatier.data.processor import Processor, checksum_of, make_labels
 from megatier.data.records import BadRecords
 from megatier.data.shuffle import permute
 from megatier.data.token_files import describe_settings
-from megatier.data.token_note import TOKENS_NOTE_FILE, Content, read_contents, write_note
-from megatier.errors import REMEDIES, DataError
+from megatier.data.token_note import Content, read_or_make
+from megatier.errors import DataError
 from megatier.files import create_file
 from megatier.workers import Task, Workers
 
@@ -260,17 +260,7 @@ def _contents(
     settings = json.dumps(
         [describe_settings(config, processor.tokenizer), processor.made_by, repr(processor.own), ROW_FORMAT]
     )
-    try:
-        contents, damaged = read_contents(directory, settings, ROW_FILES)
-        if contents is None:
-            # While the files are being made, no note may say that they are whole.
-            (directory / TOKENS_NOTE_FILE).unlink(missing_ok=True)
-            contents = _write(config, processor, directory, bad, progress)
-            write_note(directory, settings, ROW_FILES, contents)
-    except OSError as error:
-        remedy = REMEDIES.get(error.errno or 0, "Check the drive, or name another output.directory.")
-        raise DataError(f"cannot write rows to {directory}: {error.strerror or error}. {remedy}") from error
-    return contents, damaged
+    return read_or_make(directory, settings, ROW_FILES, partial(_write, config, processor, directory, bad, progress))
 
 
 def _write(

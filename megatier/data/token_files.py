@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,10 +23,9 @@ from megatier.config.data_section import DataConfig
 from megatier.data.holdout import split_documents
 from megatier.data.packer import FIRST_MARK, LEARNT_MARK, MARK_BITS, Packer
 from megatier.data.records import BadRecords
-from megatier.data.token_note import TOKENS_NOTE_FILE, Content, read_contents, write_note
+from megatier.data.token_note import Content, read_or_make
 from megatier.data.token_range import TokenRange
 from megatier.data.tokenizer import vocabulary_size
-from megatier.errors import REMEDIES, DataError
 from megatier.files import create_file
 
 TOKEN_FILES = "train.tokens", "holdout.tokens"
@@ -41,11 +41,10 @@ def tokenise(
 ) -> tuple[TokenRange, TokenRange, str | None]:
     """Tokenise the dataset into two files, to train on and held out; of a stream, what is held out alone.
 
-    Files that are there already are taken, if `tokens.json` says that they were made by the same settings and they are
-    as they were made.
+    Files that are there already are used if `tokens.json` has the same settings and checksums.
 
     Returns:
-        The tokens to train on, those held out, and the file that was damaged, if that is why they were made again.
+        The tokens to train on, the held-out tokens, and the damaged file, if that is why they were made again.
 
     Raises:
         DataError: a path is missing, a line is malformed, there is no text or no room for the files, or something else
@@ -55,17 +54,8 @@ def tokenise(
     is_small = vocabulary_size(tokenizer) <= 1 << (16 - MARK_BITS)
     dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if is_small else np.uint32)
     settings = describe_settings(config, tokenizer)
-    try:
-        contents, damaged = read_contents(directory, settings, TOKEN_FILES)
-        if contents is None:
-            # While the files are being made no note may say that they are there.
-            (directory / TOKENS_NOTE_FILE).unlink(missing_ok=True)
-            contents = _write_tokens(config, tokenizer, dtype, directory, bad, progress)
-            write_note(directory, settings, TOKEN_FILES, contents)
-    except OSError as error:
-        remedy = REMEDIES.get(error.errno or 0, "Check the drive, or name another output.directory.")
-        raise DataError(f"cannot write tokens to {directory}: {error.strerror or error}. {remedy}") from error
-
+    make = partial(_write_tokens, config, tokenizer, dtype, directory, bad, progress)
+    contents, damaged = read_or_make(directory, settings, TOKEN_FILES, make)
     train, held_out = (
         TokenRange(
             path=directory / name,
@@ -110,8 +100,8 @@ def _write_tokens(
 ) -> list[Content]:
     """Tokenise into two files, which get their names when both are whole and on the drive; return what is in each."""
     directory.mkdir(parents=True, exist_ok=True)
-    partial = [directory / f"{name}.partial" for name in TOKEN_FILES]
-    with create_file(partial[0]) as to_train, create_file(partial[1]) as to_held_out:
+    paths = [directory / f"{name}.partial" for name in TOKEN_FILES]
+    with create_file(paths[0]) as to_train, create_file(paths[1]) as to_held_out:
         # A packer each, since a row is of one of the two files.
         writers = []
         for file in (to_train, to_held_out):
@@ -130,7 +120,7 @@ def _write_tokens(
 
     # The folder is not synced. If a power failure undoes a name, the note is missing or its checksums do not fit, and
     # the text is tokenised again.
-    for path, name in zip(partial, TOKEN_FILES, strict=True):
+    for path, name in zip(paths, TOKEN_FILES, strict=True):
         path.rename(directory / name)
     return [Content(w.num_bytes, w.crc32, w.packer.num_documents, w.num_learnt) for w in writers]
 

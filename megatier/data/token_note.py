@@ -1,7 +1,7 @@
-"""The note `tokens.json`: what the token files in its folder were made from, and their checksums.
+"""The note `tokens.json`: what the files of tokens or rows beside it were made from, and their checksums.
 
-They are compared whenever a run begins. A flipped bit of a token is another token, and nobody would notice. A damaged
-file is tokenised again.
+Both are compared whenever a run begins, because nobody would notice a flipped bit of a token. Files that are damaged,
+or of other settings, are made again.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatier.errors import DataError
+from megatier.errors import REMEDIES, DataError
 from megatier.files import open_regular, read_regular, replace_file
 
 TOKENS_NOTE_FILE = "tokens.json"
@@ -39,18 +39,39 @@ class Content:
     """Tokens that are learnt; None likewise."""
 
 
-def write_note(directory: Path, settings: str, names: Sequence[str], contents: Sequence[Content]) -> None:
-    """Note what files hold, and the settings that they were made by.
+def read_or_make(
+    directory: Path, settings: str, names: Sequence[str], make: Callable[[], list[Content]]
+) -> tuple[list[Content], str | None]:
+    """Return the contents of files, which are made first unless they are there, whole and of the same settings.
 
     Args:
-        directory: where files and note lie.
-        settings: as `token_files.describe_settings` gives them.
+        directory: the directory of the files and the note.
+        settings: what the files follow from (`token_files.describe_settings`).
         names: names of the files.
-        contents: what each holds.
+        make: makes the files.
+
+    Returns:
+        Their contents; and the damaged file, if that is why they were made again.
 
     Raises:
-        OSError: it cannot be written.
+        DataError: a file cannot be read or written, or something else lies in its place.
     """
+    try:
+        contents, damaged = _read_contents(directory, settings, names)
+        if contents is None:
+            # While the files are being made, no note may say that they are whole.
+            (directory / TOKENS_NOTE_FILE).unlink(missing_ok=True)
+            contents = make()
+            _write_note(directory, settings, names, contents)
+    except OSError as error:
+        remedy = REMEDIES.get(error.errno or 0, "Check the drive, or name another output.directory.")
+        what = "tokens" if names[0].endswith(".tokens") else "rows"
+        raise DataError(f"cannot write {what} to {directory}: {error.strerror or error}. {remedy}") from error
+    return contents, damaged
+
+
+def _write_note(directory: Path, settings: str, names: Sequence[str], contents: Sequence[Content]) -> None:
+    """Write the note: the settings of the files, and what each of them holds."""
     files = {}
     for name, content in zip(names, contents, strict=True):
         files[name] = astuple(content)
@@ -59,39 +80,31 @@ def write_note(directory: Path, settings: str, names: Sequence[str], contents: S
     note: dict[str, Any] = {"settings": settings, "files": files}
     note["digest"] = _digest(note)
 
-    # Replaced at once: a note that a kill cut short would let whole files be made again.
+    # Replaced at once, because a note that a kill cut short would cause whole files to be made again.
     text = json.dumps(note).encode()
     replace_file(directory / TOKENS_NOTE_FILE, text)
 
 
-def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple[list[Content] | None, str | None]:
-    """Return the contents of files, if they are as noted and were made by these settings.
-
-    Returns:
-        Their contents, or None if they have to be made; and the file that is damaged, if that is why.
-
-    Raises:
-        DataError: one is no regular file, or cannot be read.
-        OSError: the note cannot be written.
-    """
+def _read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple[list[Content] | None, str | None]:
+    """Return the contents of files, or None if they have to be made; and the damaged file, if that is why."""
     paths = [directory / name for name in names]
 
-    # Nothing was made yet, or a kill came before the note, which is written last.
+    # Nothing was made yet, or a kill came before the note was written, which is last.
     if not all(path.exists() for path in (directory / TOKENS_NOTE_FILE, *paths)):
         return None, None
 
-    # A version without checksums noted the settings alone. Nothing more is known of its files, so they are taken as
-    # they are, and noted from now on.
+    # An older version noted the settings alone. Nothing else is known of its files, so they are accepted, and their
+    # checksums are noted from now on.
     text = _read(directory / TOKENS_NOTE_FILE)
     if text == settings.encode():
         found = [content_of(path) for path in paths]
-        write_note(directory, settings, names, found)
+        _write_note(directory, settings, names, found)
         return found, None
 
     note = _parsed(text)
     if note is None:
         return None, str(directory / TOKENS_NOTE_FILE)
-    # Not damaged, only of other settings: they are made again without a word.
+    # Files of other settings are not damaged, so they are made again without a message.
     if note["settings"] != settings:
         return None, None
 
@@ -99,7 +112,7 @@ def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple
     for path, content in zip(paths, noted, strict=True):
         found_now = content_of(path)
 
-        # Without the counts, which an older version may not have noted.
+        # The counts are not compared, since an older version may have noted none.
         if (found_now.num_bytes, found_now.crc32) != (content.num_bytes, content.crc32):
             return None, str(path)
     return noted, None
