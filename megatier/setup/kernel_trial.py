@@ -1,8 +1,8 @@
-"""Tries on the GPU, before a run opens, what the rules of its generation expect: attention, and products in FP8.
+"""Tries attention and FP8 products on the GPU before a run opens, because few GPUs were measured.
 
-The rules come from papers and data sheets, and few GPUs were measured. A small product or attention takes a fraction of
-a second, and finds a wrong guess before anything large is allocated. Flex attention has to be compiled, which takes
-seconds, so it is not tried on GPUs where it was measured.
+What a GPU can do is taken from papers and data sheets. A small trial takes a fraction of a second, and finds a wrong
+guess before anything large is allocated. Flex attention has to be compiled, which takes seconds, so it is not tried on
+GPUs where it was measured.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from megatier.setup.setup import Setup
 from megatier.setup.workload import COMPUTE_DTYPES, head_width
 
 TOKENS = 256
-"""Tokens that are tried. Flex attention's blocks have 128."""
+"""Tokens of a trial. Flex attention has blocks of 128."""
 ATTENTION_ERROR = 0.05
-"""The most by which attention may differ from that in fp32, as a share of its norm. In bf16 it differs by 0.003 on
-a CPU, where no tile of it is rounded."""
+"""The largest error of attention against fp32, as a share of its norm. In bf16 on a CPU the error is 0.003."""
 FP8_ERROR = 0.2
-"""The same of products in FP8, which differ by 0.04 on a CPU."""
+"""The largest error of products in FP8, as a share of the norm. On a CPU the error is 0.04."""
 
 Trial = Callable[[Sequence[nn.Parameter]], Tensor]
-"""A function of what is trained."""
+"""A function of trained parameters."""
 
 
 def try_kernels(setup: Setup) -> None:
-    """Try what a run computes with on its GPU. On a CPU nothing is guessed, and nothing tried.
+    """Try the kernels that a run needs on its GPU. On a CPU there is nothing to try.
 
     Raises:
-        ConfigError: a kernel fails or gives wrong numbers; says which setting avoids it.
+        ConfigError: a kernel fails or gives wrong numbers. The message names the setting that avoids it.
     """
     machine, model = setup.machine, setup.config.model
     if machine.device.type != "cuda":
@@ -45,7 +44,7 @@ def try_kernels(setup: Setup) -> None:
     text = setup.model.config.get_text_config()
     is_guess = model.attention == SDPA or (model.attention == FLEX and machine.capability != HOPPER)
 
-    # Models without heads of attention, such as Mamba, have none to try.
+    # Models without attention heads, such as Mamba, have nothing to try.
     if is_guess and getattr(text, "num_attention_heads", None):
         try_attention(machine.device, model.attention, head_width(text), COMPUTE_DTYPES[model.compute_dtype])
     if setup.work.products.fp8:
@@ -56,13 +55,13 @@ def try_attention(device: torch.device, kernel: str, head_size: int, dtype: torc
     """Try causal attention, forward and backward.
 
     Args:
-        device: where.
+        device: the GPU.
         kernel: "sdpa" or "flex_attention", which is compiled.
         head_size: elements of a head.
-        dtype: in which it computes.
+        dtype: the compute dtype.
 
     Raises:
-        ConfigError: it fails there, or gives wrong numbers.
+        ConfigError: the kernel fails or gives wrong numbers.
     """
 
     def with_sdpa(inputs: Sequence[nn.Parameter]) -> Tensor:
@@ -75,7 +74,7 @@ def try_attention(device: torch.device, kernel: str, head_size: int, dtype: torc
         result: Tensor = torch.compile(flex_attention)(query, key, value, block_mask=mask)
         return result
 
-    # Eager attention is made of plain products, which every GPU has.
+    # Eager attention consists of plain products, which every GPU has.
     other = SDPA if kernel == FLEX else "eager"
     what = f"Attention by {kernel} with heads of {head_size} elements in {str(dtype).removeprefix('torch.')}"
     inputs = [_numbers((1, 2, TOKENS, head_size), dtype, seed) for seed in range(3)]
@@ -87,14 +86,14 @@ def try_fp8(device: torch.device) -> None:
     """Try a linear layer in FP8, forward and backward.
 
     Raises:
-        ConfigError: it fails there, or gives wrong numbers.
+        ConfigError: the kernel fails or gives wrong numbers.
     """
 
     def in_fp8(inputs: Sequence[nn.Parameter]) -> Tensor:
         rows, weight = inputs
         layer = Fp8Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
 
-        # The weight is the leaf whose gradient is compared. A layer on `meta` drew no numbers.
+        # The weight is the leaf whose gradient is compared. The layer is on `meta`, so it has drawn no numbers.
         layer.weight = weight
         result: Tensor = layer(rows)
         return result
@@ -112,7 +111,7 @@ def _is_causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tenso
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Draw numbers on the CPU, with a generator of their own: those of the run are not touched."""
+    """Draw numbers on the CPU with a separate generator, so that the random state of the run stays."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
@@ -127,15 +126,15 @@ def _compare(
     remedy: str,
 ) -> None:
     """Compare result and gradients on a device with those in fp32 on the CPU."""
-    # The same rounded numbers, so that only the kernel's own error counts.
+    # Both get the same rounded numbers, so that only the error of the kernel counts.
     expected = _with_gradients(known, [tensor.float() for tensor in inputs])
     try:
         found = [tensor.float().cpu() for tensor in _with_gradients(tried, [each.to(device) for each in inputs])]
-    # It is a RuntimeError as well, and says nothing of the kernel.
+    # This is a RuntimeError too, but says nothing about the kernel.
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # CUDA's further lines are advice for those who debug kernels.
+        # Further lines from CUDA are advice on debugging kernels.
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{what} was tried and failed on this GPU: {reason}. {remedy}") from error
 

@@ -1,4 +1,4 @@
-"""Machine: the device on which a run computes, its budgets there, and what was measured on it."""
+"""The machine of a run: its device, its budgets there, and the rates that were measured on it."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from megatier.setup.attention_rule import HOPPER, Capability
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The machine of a run, and what the run may take there. All of it is read once, before the run is opened."""
+    """The machine of a run, and what the run may take of it. Everything is read once, before the run is opened."""
 
     device: torch.device
-    """The device that computes. A rank has the GPU of its number on its host."""
+    """The device that computes. Each rank has the GPU of its local rank."""
     capability: Capability | None
-    """Compute capability of the GPU; None: a CPU computes."""
+    """Compute capability of the GPU; None: the device is a CPU."""
     has_bf16: bool
-    """Whether the CPU multiplies bf16 numbers itself."""
+    """Whether the CPU has instructions for bf16 products."""
     budgets: Budgets
-    """Bytes of each tier of a host, and of each GPU: the least that any rank found."""
+    """Bytes of each tier of a host, and of each GPU: the minimum over all ranks."""
     mounts: tuple[MountBudget, ...]
     """The mounts of a host, each with its size."""
     rates: Rates
-    """Those of a host."""
+    """The rates of a host."""
     assumed: tuple[str, ...] = ()
-    """The names of rates that nobody measured."""
+    """Names of the rates that were not measured."""
     world: World = ONE_PROCESS
     """The ranks of the run."""
 
@@ -60,24 +60,24 @@ class Machine:
         ranks: Ranks | None = None,
         run_id: str | None = None,
     ) -> Self:
-        """Look at this machine, which will run. Every rank has to call it.
+        """Describe this machine. Every rank has to call it.
 
         Args:
             tiers: budgets and mounts, as far as they are set.
-            device: as `choose_device` gave it to who had to know it before the ranks joined; None: it is chosen now.
+            device: the device from an earlier `choose_device`; None: it is chosen here.
             ranks: the ranks of the run.
-            run_id: names the block files of a run that is resumed. What a kill left of them counts as free.
+            run_id: id of a run that is resumed. Block files of it that a kill has left count as free space.
 
         Raises:
-            ConfigError: a budget, a mount or a device is not for this machine.
+            ConfigError: a budget, a mount or a device does not fit this machine.
         """
         device = choose_device(tiers.device) if device is None else device
         is_gpu = device.type == "cuda"
         if ranks is not None and is_gpu:
-            # Each process of a host sees all of its GPUs, and has the one of its own number.
+            # Each process sees all GPUs of its host, and uses that of its local rank.
             device = torch.device("cuda", ranks.local_rank)
 
-        # Homes and slots follow from the budgets, and have to be the same on all ranks.
+        # Homes and slots follow from the budgets, so all ranks need the same ones.
         all_ranks = ranks or SingleRank()
         with all_ranks.failing_together():
             ids = _read_host_ids(run_id, ranks)
@@ -89,7 +89,7 @@ class Machine:
         directories = [mount.directory for mount in tiers.mounts]
         rates, assumed = rates_or_assumed(directories, device.type)
         if rates.unified_bytes is not None:
-            # CUDA would give out what other programs hold, and the kernel then ends one of them.
+            # CUDA would hand out memory that other programs hold, and the kernel would then kill one of them.
             left = min(rates.unified_bytes, ram_available_bytes())
             rates = replace(rates, unified_bytes=left)
         return cls(
@@ -105,25 +105,25 @@ class Machine:
 
     @classmethod
     def elsewhere(cls, tiers: TiersConfig, rates: Rates, budgets: Budgets, world: World = ONE_PROCESS) -> Self:
-        """Describe another machine, which nobody can look at. Unless its rates name its GPU, it has one of Hopper's.
+        """Describe another machine by its rates. If they do not name its GPU, it is a Hopper.
 
         Args:
             tiers: device and mounts.
-            rates: those of a host.
+            rates: the rates of a host.
             budgets: bytes of each tier of a host, and of each GPU.
             world: the ranks of the run.
 
         Raises:
-            ConfigError: unified memory has less than the budgets of GPU and RAM.
+            ConfigError: unified memory is smaller than the budgets of GPU and RAM together.
         """
-        # Whoever plans for a machine elsewhere means one with a GPU, unless they say cpu.
+        # A machine elsewhere has a GPU, unless the settings say cpu.
         is_gpu = tiers.device != "cpu"
         if is_gpu and rates.unified_bytes is not None:
             check_unified(world.num_host_ranks * budgets.gpu, budgets.ram, round(rates.unified_bytes))
         return cls(
             device=torch.device("cuda" if is_gpu else "cpu"),
             capability=_read_capability(rates) if is_gpu else None,
-            # The CPU cannot be asked from here.
+            # That CPU cannot be examined from here.
             has_bf16=True,
             budgets=budgets,
             mounts=tiers.mounts,
@@ -133,12 +133,12 @@ class Machine:
 
     @property
     def is_measured(self) -> bool:
-        """Whether `megatier bench` measured it with the run's mounts, and for several ranks the links between them."""
+        """Whether `megatier bench` has measured the run's mounts and, for several ranks, the links between them."""
         return not self.assumed and not self.rates.assumed(self.world)
 
     @property
     def measured_rates(self) -> Rates | None:
-        """The rates, if all of those that one process needs were measured."""
+        """The rates, if all rates that one process needs were measured."""
         return None if self.assumed else self.rates
 
     def takes_fp32_products(self, model: ModelConfig) -> bool:
@@ -146,10 +146,10 @@ class Machine:
         return self.device.type == "cpu" and model.compute_dtype == "bf16" and not self.has_bf16
 
     def check_products(self, products: str) -> None:
-        """Refuse products in FP8 on a GPU that has none. A CPU computes them slowly.
+        """Refuse products in FP8 on a GPU without them. A CPU computes them slowly.
 
         Raises:
-            ConfigError: names the first GPUs that do.
+            ConfigError: the GPU has none. The message names the GPUs that have.
         """
         if products == "fp8" and self.capability is not None and self.capability < FP8_FROM:
             found = ".".join(map(str, self.capability))
@@ -164,12 +164,12 @@ def choose_device(asked: str, setting: str = "tiers.device") -> torch.device:
 
     Args:
         asked: auto, cuda or cpu.
-        setting: where that was asked, for messages.
+        setting: the setting that asks for it, for messages.
 
     Raises:
-        ConfigError: cuda was asked for and is not there.
+        ConfigError: cuda is asked for, and there is no GPU.
     """
-    # The settings for CUDA are read with the first CUDA context, so they come before torch is asked for a GPU.
+    # CUDA reads its settings with the first context, so they come before torch looks for a GPU.
     set_cuda_defaults()
     available = torch.cuda.is_available()
     if asked == "cuda" and not available:
@@ -181,19 +181,19 @@ def choose_device(asked: str, setting: str = "tiers.device") -> torch.device:
 
 
 def _read_host_ids(run_id: str | None, ranks: Ranks | None) -> list[str]:
-    """Return the names of a run's directories on the mounts of this host; none if it has no id yet."""
+    """Return the names of a run's directories on the mounts of this host; none without a run id."""
     if run_id is None:
         return []
     if ranks is None:
         return [run_id]
 
-    # torchrun numbers the ranks of a host one after another.
+    # torchrun gives the ranks of a host consecutive numbers.
     first = ranks.rank - ranks.local_rank
     return [rank_id(run_id, rank) for rank in range(first, first + ranks.local_size)]
 
 
 def check_attention(attention: str, device: torch.device) -> None:
-    """Refuse an attention that gives wrong numbers on the device.
+    """Refuse an attention kernel that gives wrong numbers on the device.
 
     Raises:
         ConfigError: flex attention on a CPU. It has no backward there. Its forward gives NaN in about half of the calls
@@ -207,30 +207,30 @@ def check_attention(attention: str, device: torch.device) -> None:
 
 
 def should_compile(model: ModelConfig, machine: Machine) -> bool:
-    """Return whether layers and loss are compiled: by default on a GPU; never if bf16 products are taken in fp32."""
+    """Return whether layers and loss are compiled: by default on a GPU, and never if bf16 products are in fp32."""
     wanted = machine.device.type == "cuda" if model.compile is None else model.compile
     return wanted and not machine.takes_fp32_products(model)
 
 
 def _read_capability(rates: Rates) -> Capability:
-    """Return the compute capability of a GPU, by default that for which the kernels have figures."""
+    """Return the compute capability of a GPU, which is Hopper's if the rates do not name one."""
     if rates.compute_capability is None:
         return HOPPER
-    # A file of rates has it as one number, such as 9.0.
+    # Files of rates have it as a number, such as 9.0.
     major, _, minor = f"{rates.compute_capability:.1f}".partition(".")
     return int(major), int(minor)
 
 
 def choose_budgets(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
-    """Return the bytes of GPU memory and RAM: as they are set, or from the machine.
+    """Return the budgets of GPU memory and RAM: the given ones, or what the machine has.
 
     Raises:
-        ConfigError: more RAM is set than there is. The kernel would promise it, and end the process when it is filled.
+        ConfigError: more RAM is given than there is. The kernel would allow it, and kill the process once it is filled.
     """
-    # CUDA is asked only on a machine that has it.
+    # `gpus` asks CUDA, so it is called only if there is a GPU.
     is_unified = device.type == "cuda" and any(gpu.is_unified for gpu in gpus())
 
-    # In a container that is its limit and not the RAM of the host.
+    # In a container this is its limit, and not the RAM of the host.
     total_bytes = ram_total_bytes()
     if tiers.ram is not None and tiers.ram > total_bytes:
         raise ConfigError(
@@ -248,14 +248,14 @@ def choose_budgets(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
     if is_unified:
         check_unified(tiers.gpu or 0, tiers.ram or 0, total_bytes)
 
-    # `default_budgets` asks CUDA what is free, which nobody needs to know if both are set.
+    # If both are given, CUDA need not be asked what is free.
     if tiers.gpu is not None and tiers.ram is not None:
         return tiers.gpu, tiers.ram
     machine = default_budgets(device.type)
     gpu = machine.gpu_bytes if tiers.gpu is None else tiers.gpu
     ram = machine.ram_bytes if tiers.ram is None else tiers.ram
     if is_unified:
-        # The one that is not set gets no more than the other one leaves of both.
+        # A budget that is not given gets at most what the other one leaves.
         both = machine.gpu_bytes + machine.ram_bytes
         gpu = min(gpu, max(0, both - ram)) if tiers.gpu is None else gpu
         ram = min(ram, max(0, both - gpu)) if tiers.ram is None else ram
@@ -263,10 +263,10 @@ def choose_budgets(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
 
 
 def check_unified(gpu_bytes: int, ram_bytes: int, unified_bytes: int) -> None:
-    """Refuse budgets of GPU and RAM that are more together than the one memory which both are of.
+    """Refuse budgets of GPU and RAM that exceed the unified memory together.
 
     Raises:
-        ConfigError: names the three.
+        ConfigError: they do. The message names all three sizes.
     """
     if gpu_bytes + ram_bytes > unified_bytes:
         raise ConfigError(
@@ -276,11 +276,11 @@ def check_unified(gpu_bytes: int, ram_bytes: int, unified_bytes: int) -> None:
 
 
 def limit_gpu(limit_bytes: int | None) -> None:
-    """Let this process take so much GPU memory and no more; None: all of it. The driver's own part counts.
+    """Cap the GPU memory of this process, including the part of the driver; None: no cap.
 
     Raises:
-        ConfigError: the driver and other programs hold more than that already, or the GPU's memory is RAM, of which all
-            programs hold parts.
+        ConfigError: the driver and other programs hold more than that already; or the GPU has unified memory, where
+            nobody can tell the parts of a program.
     """
     if limit_bytes is not None and torch.cuda.get_device_properties(torch.cuda.current_device()).is_integrated:
         raise ConfigError(
@@ -288,7 +288,7 @@ def limit_gpu(limit_bytes: int | None) -> None:
             "program holds of the GPU. Leave it out: tiers.gpu bounds state and slots."
         )
 
-    # torch limits only what it takes itself, so what others hold is taken off.
+    # torch limits only its own allocations, so the memory of others is taken off.
     free_bytes, total_bytes = gpu_memory()
     context_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
     share = 1.0 if limit_bytes is None else (limit_bytes - context_bytes) / total_bytes
@@ -302,7 +302,7 @@ def limit_gpu(limit_bytes: int | None) -> None:
 
 
 def free_gpu_bytes(limit_bytes: int | None) -> tuple[int, int]:
-    """Return the bytes of the GPU that this process may take, and those of them that nobody has taken.
+    """Return the bytes of GPU memory that this process may take, and how many of them are free.
 
     Args:
         limit_bytes: as for `limit_gpu`.
@@ -312,6 +312,6 @@ def free_gpu_bytes(limit_bytes: int | None) -> tuple[int, int]:
     if limit_bytes is not None:
         most_bytes = min(limit_bytes, total_bytes)
 
-    # What anybody holds counts as ours, as it does in `limit_gpu`.
+    # Memory of other programs counts as ours, as in `limit_gpu`.
     taken_bytes = total_bytes - free_bytes
     return most_bytes, min(free_bytes, most_bytes - taken_bytes)

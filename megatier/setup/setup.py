@@ -1,7 +1,7 @@
-"""Setup: a run, described once. The planner tries variants of it, a session opens it, and the trainers hand it on.
+"""A setup describes a run once: config, model, machine, budgets, units and their sizes.
 
-Nothing is reserved, and nothing moves. Whatever a config leaves to the machine or to the model is decided here or in
-the parts that it is made of, once for a run.
+The planner tries variants of it, a session opens it, and the trainers pass it on. It allocates and moves nothing. What
+the config leaves to the machine or the model is decided here or in its parts, once for each run.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from megatier.setup.tower import Tower
 from megatier.setup.workload import COMPUTE_DTYPES, Workload
 
 OF_SKELETON = ("path", "config", "frozen", "lora", "attention")
-"""Settings of the model that are in its skeleton."""
+"""Settings of the model that its skeleton is built from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A run on a machine, before it is opened. `of` makes one; of that, others are made by `with_config`."""
+    """A run on a machine, before it is opened. `of` makes one, and `with_config` makes variants of it."""
 
     config: RunConfig
-    """The settings, of which `model.compile` is decided."""
+    """The settings. `model.compile` is true or false here."""
     model: PreTrainedModel
     """The skeleton."""
     machine: Machine
     """The machine that runs."""
     budgets: Budgets
-    """Bytes of each tier of a host, and of each GPU: the machine's, or those that a config has set since."""
+    """Bytes of each tier of a host, and of each GPU: those of the machine, unless a later config sets others."""
     units: tuple[Unit, ...]
     """All units of the model, without their schemas."""
     work: Workload
-    """How large everything is."""
+    """The sizes of everything that the run keeps and moves."""
     tower: Tower = field(default_factory=Tower)
-    """What images take, once `with_tower` has looked."""
+    """What images take, once `with_tower` has measured it."""
 
     @classmethod
     def of(cls, config: RunConfig, model: PreTrainedModel, machine: Machine) -> Self:
@@ -60,10 +60,10 @@ class Setup:
             ConfigError: the ranks cannot share the groups equally, or the experts cannot be cut so.
             UnsupportedModelError: the model cannot be streamed.
         """
-        # The first of all, since a number of groups that ranks cannot share is an error of the config alone.
+        # This comes first, because it needs nothing but the config.
         check_groups(config.train.groups, machine.world.num_ranks)
 
-        # From here on the setting is true or false in the config.
+        # From here on the config says whether the run compiles.
         config = config.changed({"model.compile": should_compile(config.model, machine)})
         units = cut_units(model, config.model.expert_parts)
         return cls(
@@ -81,20 +81,20 @@ class Setup:
         return cls.of(config, model, Machine.here(config.tiers, ranks=ranks))
 
     def with_config(self, config: RunConfig) -> Self:
-        """Return the same run with another config. Only what differs is decided anew.
+        """Return the same run with another config. Only what differs is decided again.
 
         Raises:
             ConfigError, UnsupportedModelError: as for `of`.
         """
         own = self.config
 
-        # The skeleton is kept, and building one takes seconds. So a caller that changes what is in it is at fault, and
-        # no user.
+        # The skeleton is kept, because building one takes seconds. A change of what it is built from is a fault of the
+        # caller, and not of the user.
         for name in OF_SKELETON:
             assert getattr(own.model, name) == getattr(config.model, name), name
         check_groups(config.train.groups, self.machine.world.num_ranks)
 
-        # bf16 products that a CPU takes in fp32 are never compiled, so the dtype decides as well.
+        # If a CPU takes bf16 products in fp32 the run is not compiled, so the dtype counts as well.
         decided = (own.model.compile, own.model.compute_dtype)
         if (config.model.compile, config.model.compute_dtype) != decided:
             config = config.changed({"model.compile": should_compile(config.model, self.machine)})
@@ -113,9 +113,9 @@ class Setup:
         )
 
     def with_tower(self) -> Self:
-        """Return the same run with what its images take, for plans. This reads the first conversations of its files.
+        """Return the same run with what its images take, measured on the first conversations of its files.
 
-        A plan needs neither the data nor its processor. So if they are missing, the tower says why nothing is known.
+        Plans need neither the data nor its processor. If one is missing, the tower says why nothing is known.
         """
         config = self.config
         if not config.data.images:
@@ -130,7 +130,7 @@ class Setup:
 
     def _budgets_with(self, config: RunConfig) -> Budgets:
         """Return the budgets with those that another config sets."""
-        # A budget that the config leaves open, or has had before, stays as the machine or a search has made it.
+        # A budget that the config leaves open or does not change stays as the machine or a search has set it.
         budgets = self.budgets
         for tier in ("gpu", "ram"):
             num_bytes = getattr(config.tiers, tier)
@@ -149,12 +149,12 @@ class Setup:
 
     @property
     def saved_share(self) -> float:
-        """Share of its activations that a layer saves, if it keeps its graph."""
+        """The share of its activations that a layer saves if it keeps its graph."""
         return self.config.model.saved_share if self.compiles else 1.0
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one number in the dtype in which the model computes."""
+        """Bytes of one number in the compute dtype."""
         return COMPUTE_DTYPES[self.config.model.compute_dtype].itemsize
 
     @property
@@ -164,18 +164,18 @@ class Setup:
 
 
 def advise_expert_parts(short: PlanError, setup: Setup, place: Callable[[Setup], object]) -> PlanError:
-    """Return a refusal that also says which `model.expert_parts` would do, if a unit is too large for its slots.
+    """Return an error with a remedy if more `model.expert_parts` would help, and otherwise the error itself.
 
     Args:
-        short: the refusal.
+        short: the error.
         setup: the run that was refused.
         place: tries a run, and raises PlanError if something is short.
     """
-    # Parts of experts make the largest unit smaller. Nothing but slots, which are as large as that unit, gains by it.
+    # More parts make the largest unit smaller. Only slots gain by that, since they are as large as that unit.
     if not short.what.startswith(GPU_SLOTS):
         return short
 
-    # Powers of two are few, and one of them is at most twice the fewest parts that would do.
+    # Powers of two are few, and one of them is at most twice the smallest number that helps.
     most = max_expert_parts(setup.model)
     numbers = {2**power for power in range(most.bit_length())} | {most}
     for parts in sorted(numbers):
@@ -187,10 +187,10 @@ def advise_expert_parts(short: PlanError, setup: Setup, place: Callable[[Setup],
 
 
 def _fits_slots(setup: Setup, parts: int, place: Callable[[Setup], object]) -> bool:
-    """Return whether every unit fits into its slots with so many parts. Something else may still be short."""
+    """Return whether every unit fits into its slots with this number of parts. Something else may still be short."""
     try:
         place(setup.changed({"model.expert_parts": parts}))
-    # Some experts cannot be cut at all, or not into so many parts. Then other numbers may do.
+    # Some experts cannot be cut into this number of parts, or at all.
     except UnsupportedModelError:
         return False
     except PlanError as short:
