@@ -1,8 +1,8 @@
-"""Finds parts of a model that its modules hold otherwise than as parameters, buffers and modules.
+"""Finds parts of a model in places other than the parameters, buffers and submodules of its modules.
 
-A model in RAM is copied for training, and its weights lie on tiers. What a module holds is copied with it, and holds
-the copies of modules then. But Python copies no function: a hook with a variable in which the model lies would go on to
-use the model that was given, and train nothing. Nor does a view of a weight change when the weight on its tier does.
+A model in RAM is copied for training, and its weights move to tiers. The attributes of a module are copied with it. But
+Python does not copy functions, so a hook whose closure holds the model would keep using the original model, and train
+nothing. And a view of a weight does not change when the weight on its tier does.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from transformers import PretrainedConfig
 from megatier.errors import UnsupportedModelError
 
 TREE = frozenset({"_parameters", "_buffers", "_modules"})
-"""What modules hold as such."""
+"""Attributes in which a module keeps its parameters, buffers and submodules."""
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Dictionaries of the hooks that run in a forward or a backward."""
+"""Attributes with the hooks that run in a forward or a backward."""
 STATE_HOOKS = frozenset(
     {"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
 )
-"""Those of hooks that a streamed model never calls."""
+"""Attributes with the hooks that a streamed model never calls."""
 TRUSTED_LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "numpy", "functools", "megatier"})
-"""Packages whose functions find no model of a user's among their globals."""
+"""Packages whose globals hold no model of the user."""
 PLAIN_TYPES = (
     *(str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.Size),
     PretrainedConfig,
 )
-"""What holds no part of a model."""
+"""Types of values that hold no part of a model."""
 OF_PYTHON = (
     *(nn.Module, type, functools.partial),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
 )
-"""What can be called and is no object that a user wrote to note something."""
+"""Callables that are not objects of a class which the user wrote."""
 ITEMS_MAX = 1000
-"""Items of a container that are looked at: a container of a model's parts has one among the first."""
+"""Items of a container that are searched, since a container of model parts has one among the first."""
 HELD_MODEL_REMEDY = (
     "The model is copied for training, and functions are not. Take what you need from the module that a hook is called "
     "with, or make it a method: of the module's class, or by types.MethodType(function, module)."
@@ -50,22 +50,22 @@ HELD_MODEL_REMEDY = (
 
 
 class HeldParts:
-    """Looks for parts of a model in the attributes, hooks and methods of its modules.
+    """Searches the attributes, hooks and methods of a model's modules for parts of the model.
 
     Attributes:
-        shared: objects whose methods are hooks or functions of the model, by their ids. They are the user's, who may
-            read there what they note, so a copy of the model uses the very same ones.
+        shared: callable objects of the user, by id. The user may read results from them, so a copy of the model shares
+            them.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Note what the parts of a model are, and where its weights lie."""
+        """List the parts of a model, and the memory of its weights."""
         self.shared: dict[int, object] = {}
         self._model = model
         self._seen: set[tuple[int, bool]] = set()
         self._parts: dict[int, str] = {}
-        """The names of all modules, parameters and buffers, by their ids."""
+        """Names of all modules, parameters and buffers, by id."""
         self._memory: list[tuple[int, int, str]] = []
-        """Where each weight begins and ends, and its name."""
+        """First and last address of each weight, and its name."""
 
         for name, module in model.named_modules():
             self._parts[id(module)] = name or type(module).__name__
@@ -77,14 +77,14 @@ class HeldParts:
         for name, buffer in model.named_buffers():
             self._parts[id(buffer)] = name
 
-        # Sorted, so that one look at neighbours finds overlaps, and a bisection the weight that a view is of.
+        # Sorted, so that overlaps are between neighbours, and a bisection finds the weight of a view.
         self._memory.sort()
 
     def check(self) -> None:
-        """Look at all modules.
+        """Search all modules.
 
         Raises:
-            UnsupportedModelError: names what holds a part that is not the copy's, and the part.
+            UnsupportedModelError: something would hold a part of the original model. The message names both.
         """
         self._check_memory()
         kinds: set[type] = set()
@@ -92,17 +92,17 @@ class HeldParts:
             self._check_module(module, name or type(module).__name__)
             kinds.update(type(module).__mro__)
 
-        # Classes are not copied, and a method or property of one may have the model in a closure as well.
+        # Classes are not copied, and the closure of a method or property may hold the model as well.
         for kind in kinds:
             for leaf, value in vars(kind).items():
-                # A static or class method has its function as __func__, and a property as fget.
+                # Static and class methods have their function in __func__, and properties in fget.
                 getter = getattr(value, "fget", value)
                 function = getattr(value, "__func__", getter)
                 if isinstance(function, types.FunctionType) and not _is_of_library(function):
                     self._check(function, f"{leaf} of the class {kind.__name__}", is_copied=False)
 
     def _check_memory(self) -> None:
-        """Refuse parameters that lie in each other's memory."""
+        """Refuse parameters that share memory."""
         for (_, stop, first), (start, _, second) in pairwise(self._memory):
             if start < stop:
                 raise UnsupportedModelError(
@@ -111,7 +111,7 @@ class HeldParts:
                 )
 
     def _check_module(self, module: nn.Module, path: str) -> None:
-        """Look at the buffers, attributes and hooks of a module."""
+        """Search the buffers, attributes and hooks of a module."""
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
                 where = f"the buffer {leaf} of {path}"
@@ -125,34 +125,34 @@ class HeldParts:
                 self._check_attribute(value, f"{leaf} of {path}")
 
     def _check_attribute(self, value: object, where: str) -> None:
-        """Look at an attribute or a hook."""
+        """Search an attribute or a hook."""
         owner: object = value
         if isinstance(value, types.MethodType):
             owner = value.__self__
 
-        # An object that can be called is the user's, who may read there what it notes: it is shared, and not copied.
+        # The user may read results from a callable object, so it is shared and not copied.
         is_users = callable(value) and not isinstance(owner, OF_PYTHON)
         if is_users:
             self.shared[id(owner)] = owner
             self._check(owner, where, is_copied=False)
 
-        # A hook may be a method of the same object, which is shared by then.
+        # The hook may be a method of an object that is shared by now.
         is_shared = id(owner) in self.shared
         self._check(value, where, is_copied=not is_shared)
 
     def _check(self, value: object, where: str, *, is_copied: bool) -> None:
-        """Look at a value and at all that it holds.
+        """Search a value and everything that it holds.
 
         Args:
             value: the value.
-            where: names what holds it, for messages.
-            is_copied: whether a copy of the model has a copy of it.
+            where: names its holder, for messages.
+            is_copied: whether copying the model copies it.
         """
         waiting = [(value, is_copied)]
         while waiting:
             held, is_own = waiting.pop()
 
-            # Seen as something that is copied says nothing of it where it is not: there it must hold no part.
+            # A value may be both copied and shared. Each case is searched, since a shared one may hold no part.
             if isinstance(held, PLAIN_TYPES) or (id(held), is_own) in self._seen:
                 continue
             self._seen.add((id(held), is_own))
@@ -167,7 +167,7 @@ class HeldParts:
                 waiting += [(inside, is_own and goes_along) for inside, goes_along in _inside(held)]
 
     def _check_tensor(self, tensor: Tensor, where: str, *, is_copied: bool) -> None:
-        """Refuse a tensor that would have to change when a weight does, or be trained itself."""
+        """Refuse a tensor that would have to be trained, or that is a view of a weight."""
         if tensor.requires_grad and is_copied:
             raise UnsupportedModelError(
                 f"{where} holds a tensor that requires a gradient and is no parameter, so its copy would not be "
@@ -176,7 +176,7 @@ class HeldParts:
         if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
             return
 
-        # Weights do not overlap, so only the last one that begins before the tensor ends can reach into it.
+        # Weights do not overlap, so only the last one that begins before the end of the tensor can overlap it.
         start, stop = _span(tensor)
         place = bisect_left(self._memory, (stop,))
         if place and start < self._memory[place - 1][1]:
@@ -187,7 +187,7 @@ class HeldParts:
 
 
 def _inside(value: Any) -> Iterator[tuple[object, bool]]:  # noqa: ANN401 - anything
-    """Yield the parts of a value, and whether each is copied where the value is."""
+    """Yield the values inside a value, and whether copying the value copies each of them."""
     match value:
         case types.FunctionType():
             yield from ((held, False) for held in _held_by(value))
@@ -208,7 +208,7 @@ def _inside(value: Any) -> Iterator[tuple[object, bool]]:  # noqa: ANN401 - anyt
 
 
 def _held_by(function: types.FunctionType) -> Iterator[object]:
-    """Yield the values that a function finds without being given them."""
+    """Yield the values that a function can reach without arguments: closure, defaults, attributes and globals."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -218,26 +218,26 @@ def _held_by(function: types.FunctionType) -> Iterator[object]:
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()
 
-    # The globals of a library hold no model of the user's, and are too many to look at.
+    # The globals of libraries hold no model of the user, and there are too many of them.
     if not _is_of_library(function):
         names = set(_globals_of(function.__code__))
         yield from (function.__globals__[name] for name in names if name in function.__globals__)
 
 
 def _globals_of(code: types.CodeType) -> Iterator[str]:
-    """Yield the names of the globals that code reads, or functions in it."""
+    """Yield the names of the globals that code reads, including the code of inner functions."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield str(instruction.argval)
 
-    # A function that is made inside has its code among the constants.
+    # The code of inner functions is among the constants.
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _globals_of(constant)
 
 
 def slots_of(kind: type) -> Iterator[str]:
-    """Yield the names of the fields of a class that do not lie in `__dict__`."""
+    """Yield the names of the slots of a class."""
     for owner in kind.__mro__:
         # A class with a single field may name it without a tuple.
         slots = owner.__dict__.get("__slots__", ())
@@ -252,18 +252,18 @@ def slots_of(kind: type) -> Iterator[str]:
 
 
 def _is_of_library(function: types.FunctionType) -> bool:
-    """Return whether a function is one of a library's."""
+    """Return whether a function belongs to a trusted library."""
     return str(function.__module__).partition(".")[0] in TRUSTED_LIBRARIES
 
 
 def _called(hook: object) -> str:
-    """Return the name of a hook, or its kind."""
+    """Return the name of a hook, or that of its class."""
     return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and behind its last one."""
-    # A view may skip elements, so its last one lies further on than there are elements.
+    """Return the address of a tensor's first byte, and the address after its last one."""
+    # A view may skip elements, so strides count.
     last = 0
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         last += (size - 1) * stride

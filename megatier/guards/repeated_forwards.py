@@ -1,12 +1,11 @@
-"""Checks forwards that run again in the backward: what they leave changed, and hooks that run twice.
+"""Checks forwards that are recomputed in the backward, as under activation checkpointing.
 
-A forward that changes an argument in place, a buffer, or a random generator other than torch's finds something else
-when it runs again, and changes it once more. So it is refused under activations other than keep. Hooks inside of a
-layer are called again as well. What they return is needed, and only they know what else they do: so a warning names
-them.
+A forward that changes an argument in place, a buffer, or a random generator other than torch's would compute something
+else when it runs again. So it is refused under activations other than keep. Hooks inside a layer are called again too.
+Their results are needed, but nobody knows what else they do, so a warning names them.
 
-Whatever else a forward may go on from (an attribute that it counts up, a generator of its own, a closure) is found by
-what it gives: in a module's first forwards, some numbers of each result are noted, and compared when it runs again.
+Other state of a forward, such as an attribute that it counts up or a generator in a closure, is found by its effect:
+some numbers of each result of a module's first forwards are kept, and compared when the forward runs again.
 """
 
 from __future__ import annotations
@@ -26,32 +25,31 @@ from megatier.guards.token_rows import COARSE, ROUNDING_TOLERANCES
 
 REPEATED_FORWARD_REMEDY = "Open the model with activations='keep', under which each forward runs once."
 SAMPLES_NOTED = 1024
-"""Numbers of a result that are noted, at least; at most twice as many. All of them would take as much as activations.
-"""
+"""Least numbers of a result that are kept, and half of the most. All of them would take as much as activations."""
 OWN_HOOKS = ("transformers", "peft", "accelerate", "torch", "megatier")
 """Packages whose hooks may be called any number of times."""
 
 
 class GivenTensors:
-    """The tensors that a forward was given and that no gradient reaches, as they were before it."""
+    """The argument tensors of a forward, with their versions before it."""
 
     def __init__(self, flat: Sequence[Any]) -> None:
-        """Note the versions of these arguments."""
-        # Tensors of inference mode count no versions, and cannot be changed where gradients are.
+        """Take the versions of these arguments."""
+        # Tensors of inference mode have no versions, and cannot be changed outside of it.
         self._tensors = [(i, x) for i, x in enumerate(flat) if torch.is_tensor(x) and not x.is_inference()]
 
-        # torch counts the changes of a tensor in place, so nothing has to be copied or compared.
+        # torch counts the in-place changes of a tensor, so nothing has to be copied.
         self._versions = [x._version for _, x in self._tensors]
 
     def check(self, module_name: str, why: str) -> None:
-        """Check that they are still the same.
+        """Check that no argument has changed.
 
         Args:
-            module_name: the module that was given them.
-            why: what has changed them, for the message.
+            module_name: the module whose arguments they are.
+            why: what may have changed them, for the message.
 
         Raises:
-            UnsupportedModelError: one was changed in place.
+            UnsupportedModelError: an argument was changed in place.
         """
         for (position, tensor), version in zip(self._tensors, self._versions, strict=True):
             if tensor._version != version:
@@ -62,23 +60,23 @@ class GivenTensors:
 
 
 class StateBefore:
-    """The state that a module which runs again must leave as it is: buffers, and random generators besides torch's."""
+    """The state that a recomputed module may not change: its buffers, and random generators other than torch's."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Note it, before a forward."""
+        """Take the state before a forward."""
         self._module = module
         self._before = list(_state(module))
         self._draws = list(_generators())
 
     def check(self, module_name: str) -> None:
-        """Look at it after the forward.
+        """Compare the state after the forward.
 
         Raises:
             UnsupportedModelError: the forward has changed it.
         """
         after = list(_state(self._module))
 
-        # By identity too: a tensor that is put into the place of a buffer counts versions of its own.
+        # Identity counts too, because a tensor that replaces a buffer has versions of its own.
         for (name, buffer, version), (_, other, later) in zip(self._before, after, strict=False):
             if buffer is not other or version != later:
                 raise UnsupportedModelError(
@@ -93,22 +91,22 @@ class StateBefore:
 
 
 class NotedResults:
-    """Some numbers of what a forward gave, which it has to give again."""
+    """Some numbers of the results of a forward, which have to be the same when it runs again."""
 
     def __init__(self, results: Sequence[Tensor | None]) -> None:
-        """Note them. The host does not wait for the device."""
+        """Take the numbers, without waiting for the device."""
         self._noted = [_some(x) for x in results]
 
     def check(self, module_name: str, results: Sequence[Tensor | None], *, is_plain: bool) -> None:
-        """Look at what it gave when it ran again. The host waits for the device.
+        """Compare the results of the second run. The host waits for the device.
 
         Args:
             module_name: the module.
-            results: what it gave now.
-            is_plain: whether it ran uncompiled both times.
+            results: the results of the second run.
+            is_plain: whether both runs were uncompiled.
 
         Raises:
-            UnsupportedModelError: it was something else.
+            UnsupportedModelError: the results differ.
         """
         pairs = zip(self._noted, map(_some, results), strict=False)
         if len(results) != len(self._noted) or any(_differ(*pair, is_plain=is_plain) for pair in pairs):
@@ -120,21 +118,21 @@ class NotedResults:
 
 
 def hooks_inside(module: nn.Module) -> Iterator[str]:
-    """Yield the names of those modules inside of a module whose forwards have hooks of the user's."""
-    # Hooks for all modules are in none of them.
+    """Yield the names of submodules whose forwards have hooks of the user."""
+    # Global hooks are in no module.
     if _has_own(hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks):
         yield "*"
     for name, part in module.named_modules():
-        # Hooks of the layer itself run around what is run again.
+        # Hooks of the layer itself are called outside of the part that runs again.
         if part is not module and _has_own(part._forward_hooks, part._forward_pre_hooks):
             yield name
 
 
 def warn_of_hooks(names: Iterable[str]) -> None:
-    """Say which hooks are called again when a forward runs again.
+    """Warn of hooks that are called again when a forward runs again.
 
     Args:
-        names: of the modules that have them.
+        names: names of the modules with such hooks.
     """
     warnings.warn(
         f"forwards of layers run again in the backward (activations other than keep), and so do the hooks inside of "

@@ -1,13 +1,13 @@
 """Estimates the seconds of one use of a unit: matrix products, attention, and what runs beside them.
 
-A product takes 2 FLOPs for each parameter and token in the forward. The backward takes twice as many: half of them for
-the gradient of the input, and half for the gradient of the weight, which a frozen one does not have. Causal attention
-takes 2 x sequence x width FLOPs for each token in the forward, and twice that with a mask of all pairs, whose kernel
-also computes what is masked. Its backward takes 2.5 times as many. Attention of compiled layers has the rate of its
-kernel (`setup.attention_rule`).
+In the forward a product takes 2 FLOPs for each parameter and token. The backward takes twice as many: half for the
+gradient of the input, and half for the gradient of the weight, which frozen weights do not have. Causal attention takes
+2 x sequence x width FLOPs for each token in the forward, and twice that with a mask of all pairs, because its kernel
+also computes masked pairs. Its backward takes 2.5 times as many. Attention in compiled layers has the measured rate of
+its kernel (`setup.attention_rule`).
 
-Two things are not counted: what a mask by blocks spares, which grows as documents get shorter, and what tiles of tokens
-compute once more where only sums follow.
+Two things are not counted: the blocks that a block mask skips, which are more for shorter documents, and products that
+tiles of tokens recompute where only sums follow.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ REPEATED = 0.7, 0.6, 0.55, 0.39, 0.16, 0.03, 0.0
 """The share of a compiled layer's forward that its backward repeats, at these saved shares, measured on layers of 8B
 shape. At 0, as under recompute, that is all but the last product."""
 FP8_TIMES = 1.4
-"""How many times as fast as in bf16 products in FP8 are taken to be where that was not measured."""
+"""The assumed speed of products in FP8 over that of bf16, where it was not measured."""
 ROUNDED_BYTES = {Phase.FORWARD: 5, Phase.BACKWARD: 3}
-"""Bytes of memory that move for each number of a stack that is rounded to FP8: two reads of bf16, or one, and a
-write."""
+"""Bytes that move for each number of a stack that is rounded to FP8: two reads of bf16, or one, and a write."""
 
 
 def unit_seconds(setup: Setup, head: str, rates: Rates) -> ComputeSeconds:
-    """Return the seconds of one use of a unit by one group, by unit and phase.
+    """Return the seconds that one group takes in each unit, by unit and phase.
 
     Args:
         setup: the run.
-        head: name of the module that makes logits.
-        rates: of the GPU that computes.
+        head: name of the module that computes logits.
+        rates: the rates of the GPU.
     """
     compute = _UnitSeconds(setup, rates)
     seconds: dict[tuple[str, Phase], float] = {}
@@ -60,7 +59,7 @@ def unit_seconds(setup: Setup, head: str, rates: Rates) -> ComputeSeconds:
         elif tower_flops(setup, unit):
             forward, backward = compute.of_tower(unit)
         else:
-            # Embeddings look up rows, and norms have no matrix.
+            # Embeddings only look up rows, and norms have no matrix, so both count as 0.
             continue
         seconds[unit.name, Phase.FORWARD] = forward
         seconds[unit.name, Phase.BACKWARD] = backward
@@ -68,7 +67,7 @@ def unit_seconds(setup: Setup, head: str, rates: Rates) -> ComputeSeconds:
 
 
 class _UnitSeconds:
-    """The seconds of a run's units, with what they have in common found once."""
+    """Computes the seconds of a run's units from what they have in common."""
 
     def __init__(self, setup: Setup, rates: Rates) -> None:
         self._setup = setup
@@ -83,19 +82,19 @@ class _UnitSeconds:
         self._in_fp8 = setup.work.products.weights
         self._fp8_flops_per_s = rates.fp8_flops_per_s or FP8_TIMES * rates.flops_per_s
 
-        # AdamW on the GPU is bound by the memory of the GPU, so its rate says how fast that is.
+        # AdamW on the GPU is bound by memory, so its rate gives the bandwidth of the memory.
         self._memory_bytes_per_s = rates.gpu_update_parameters_per_s * UPDATE_BYTES
 
     def of_layer(self, unit: Unit) -> tuple[float, float]:
-        """Return the seconds of forward and backward of one module of a decoder layer, or of experts of one."""
+        """Return the seconds of forward and backward of a decoder layer, or of a unit of its experts."""
         products = self._product_flops(unit.layout.tensors)
         repeated, attention_repeated = self._repeated_shares(unit)
         repeated = self._with_tiles(unit, products, repeated)
         forward = products / self._flops_per_s - self._gained_seconds(unit.layout.tensors)
         frozen = [tensor for tensor in unit.layout.tensors if tensor.name in unit.layout.frozen]
 
-        # A backward has two products for each of the forward: for the gradient of the input, and of the weight, which
-        # frozen ones lack.
+        # The backward has two products for each of the forward: for the gradients of the input and of the weight.
+        # Frozen weights lack the second one.
         spared = self._frozen_flops(unit, products) / self._flops_per_s - self._gained_seconds(frozen)
         backward = forward * (2 + repeated) - spared
 
@@ -105,7 +104,7 @@ class _UnitSeconds:
         backward += attention[Phase.BACKWARD] * BACKWARD + again
         backward += self._sum_seconds(unit)
 
-        # The backward makes the sums of adapted parameters again, and takes as long for the gradients of the adapters.
+        # The backward adapts the parameters again, and the gradients of the adapters take as long once more.
         adapting = self._adapting_seconds(unit)
         forward += adapting
         backward += 2 * adapting
@@ -122,19 +121,19 @@ class _UnitSeconds:
         forward = tower_flops(self._setup, unit) / self._flops_per_s
         repeated, _ = self._repeated_shares(unit)
 
-        # A frozen one hands the gradient of its input on. If nothing before it is trained, no backward comes to it.
+        # A frozen unit only passes on the gradient of its input. If nothing before it is trained, it has no backward.
         products = 2 if unit.layout.num_trained else 1
         num_uses = len(unit.module_names)
         return forward / num_uses, forward * (products + repeated) / num_uses
 
     def of_head(self, unit: Unit) -> tuple[float, float]:
         """Return the seconds of forward and backward of the head, with the loss."""
-        # An embedding that is tied to the head is a use of the same unit, and counts as one.
+        # An embedding that is tied to the head is another use of the unit, so the FLOPs are divided by the uses.
         products = self._product_flops(unit.layout.tensors)
         num_uses = len(unit.module_names)
         forward = products / self._flops_per_s / num_uses
         is_frozen = self._frozen_flops(unit, products) != 0
-        # A frozen head hands the gradient of its input on, and lacks the product for that of its weight.
+        # A frozen head only passes on the gradient of its input.
         backward = forward if is_frozen else 2 * forward
 
         # A fused loss makes the head's gradients in the forward, chunk after chunk.
@@ -143,31 +142,36 @@ class _UnitSeconds:
         return forward, backward
 
     def _product_flops(self, tensors: Iterable[TensorSlice]) -> float:
-        """Return the FLOPs in which a group's tokens are multiplied with parameters, but for adapters of parameters."""
+        """Return the FLOPs of a group's products with parameters, without the matrices of parameter adapters."""
         multiplied = [tensor for tensor in tensors if tensor.name not in self._beside]
         return self._flops(multiplied)
 
     def _frozen_flops(self, unit: Unit, products: float) -> float:
-        """Return the FLOPs of the gradients that frozen weights do not have, of so many of all products."""
+        """Return the FLOPs of the weight gradients that frozen weights spare.
+
+        Args:
+            unit: the unit.
+            products: the FLOPs of all its products in the forward.
+        """
         frozen = products - self._product_flops(unit.layout.trained.tensors)
 
-        # A frozen parameter with an adapter of its own has a gradient all the same: that of its sum.
+        # A frozen parameter with an adapter needs this gradient after all: that of the adapted sum.
         adapted = _named(unit.layout.tensors, self._adapted)
         return frozen - self._flops(adapted)
 
     def _gained_seconds(self, tensors: Iterable[TensorSlice]) -> float:
-        """Return the seconds by which a group's products with parameters are faster because some are in FP8."""
+        """Return the seconds that products in FP8 save a group."""
         if not self._in_fp8:
             return 0.0
         return self._flops(_named(tensors, self._in_fp8)) * (1 / self._flops_per_s - 1 / self._fp8_flops_per_s)
 
     def _flops(self, tensors: Iterable[TensorSlice]) -> float:
-        """Return the FLOPs in which a group's tokens are multiplied with matrices; of experts, those they go to."""
+        """Return the FLOPs of a group's products with matrices. Of experts, only those that a token goes to count."""
         num_active = 0.0
         for tensor in tensors:
             num_dimensions = len(tensor.shape)
 
-            # Norms and biases are vectors, whose time is that of memory and lies in the rates of a layer.
+            # Norms and biases are vectors. They are bound by memory, and their time is in the rates of a layer.
             if num_dimensions < 2:
                 continue
             is_of_expert = num_dimensions == 3 and tensor.parameter_shape[0] == self._num_experts
@@ -176,37 +180,37 @@ class _UnitSeconds:
         return num_active * 2 * self._setup.tokens
 
     def _attention_seconds(self) -> dict[Phase, float]:
-        """Return the seconds of attention of a layer by phase, each for as many FLOPs as the forward has."""
+        """Return the seconds of a layer's attention by phase, each for the FLOPs of one forward."""
         config = self._setup.config
         sequence = config.data.sequence_length
         width = head_width(self._text)
 
-        # Without a mask attention is causal, and kernels skip the half of the pairs that lies above the diagonal.
+        # Without a mask attention is causal, and kernels skip the pairs above the diagonal.
         flops_per_pair = 4 if config.has_mask else 2
         flops_per_token = flops_per_pair * sequence * self._text.num_attention_heads * width
         flops = flops_per_token * self._setup.tokens
 
         seconds = {}
         for phase in Phase:
-            # Attention of layers that are not compiled counts as if it were a product.
+            # In uncompiled layers attention counts like a product.
             share = 1.0
             if self._setup.compiles:
-                # A run on a CPU that compiles is planned as on the GPU that was measured.
+                # If a CPU compiles, the plan takes the rates of a Hopper GPU.
                 capability = self._setup.machine.capability or HOPPER
                 share = estimate_efficiency(config.model.attention, width, sequence, phase, capability)
             seconds[phase] = flops / (self._flops_per_s * share)
         return seconds
 
     def _repeated_shares(self, unit: Unit) -> tuple[float, float]:
-        """Return the share of the forward that the backward repeats: of its products, and of attention.
+        """Return the shares of the forward's products and of its attention that the backward recomputes.
 
-        The compiler saves first what saves most FLOPs for each byte. It counts 4 x sequence FLOPs for an element of
-        attention, and 2 x hidden size for one of a product. Flex attention is always saved, if anything is.
+        The compiler saves first what spares most FLOPs for each byte. It counts 4 x sequence FLOPs for an element of
+        attention, and 2 x hidden size for an element of a product. If it saves anything, it saves flex attention.
         """
         setup = self._setup
         share = setup.saved_share if self._activations[unit.name].keeps_graph else 0.0
 
-        # Between the shares that were measured it goes in straight lines.
+        # Between the measured shares the value is interpolated.
         products = float(np.interp(share, REPEATED_AT, REPEATED))
         if keeps_attention(setup, unit):
             return products, 0.0
@@ -221,12 +225,12 @@ class _UnitSeconds:
         return products, products
 
     def _with_tiles(self, unit: Unit, products: float, repeated: float) -> float:
-        """Return the repeated share of the products of a unit, of which some run in tiles of tokens.
+        """Return the share of a unit's products that the backward recomputes, including those in tiles of tokens.
 
         Args:
             unit: a layer, or experts of one.
             products: FLOPs of all its products.
-            repeated: the share of those outside of tiles.
+            repeated: the recomputed share of products outside of tiles.
         """
         if not (self._tiled and products):
             return repeated
@@ -234,15 +238,15 @@ class _UnitSeconds:
         share = self._flops(tiled) / products
         outside = (1 - share) * repeated
 
-        # The backward runs each tile again as a whole, and once more if an uncompiled forward runs again around them.
+        # The backward recomputes each tile, and once more if an uncompiled forward runs again around the tiles.
         runs_again = not (self._setup.compiles or self._activations[unit.name].keeps_graph)
         return outside + share * (1 + repeated * runs_again)
 
     def _sum_seconds(self, unit: Unit) -> float:
-        """Return the seconds in which a group's tiles of tokens write the gradients of their weights, and add them up.
+        """Return the seconds that a group's tiles of tokens take to write and add up the gradients of their weights.
 
-        Each tile writes a gradient of each of its weights. It is read, and so is the sum in fp32, which is written
-        again.
+        Each tile writes a gradient for each of its weights. Then the gradient and the sum in fp32 are read, and the sum
+        is written.
         """
         tile_tokens = self._setup.config.model.tile_tokens
         if tile_tokens is None:
@@ -251,15 +255,15 @@ class _UnitSeconds:
         num_elements = sum(tensor.num_elements for tensor in trained)
         num_bytes = num_elements * (8 + 2 * unit.layout.schema.grad_width)
 
-        # Each slice is cut by itself, so its last tile may be short.
+        # Each slice is cut into tiles separately, so its last tile may be short.
         slice_tokens = self._setup.tokens / self._slices
         num_tiles = self._slices * math.ceil(slice_tokens / tile_tokens)
         return num_tiles * num_bytes / self._memory_bytes_per_s
 
     def _rounding_seconds(self, unit: Unit, phase: Phase) -> float:
-        """Return the seconds in which stacks of experts are rounded to FP8.
+        """Return the seconds that rounding stacks of experts to FP8 takes.
 
-        Only some tokens go to each of them, so it takes a larger part than that of linear layers, which is in the rate.
+        Only some tokens go to each expert, so rounding weighs more here than in linear layers, whose rate includes it.
         """
         num_elements = 0
         for tensor in _named(unit.layout.tensors, self._in_fp8):
@@ -267,31 +271,31 @@ class _UnitSeconds:
             if is_stack:
                 num_elements += tensor.num_elements
 
-        # Each slice rounds them anew.
+        # Each slice rounds them again.
         num_bytes = self._slices * ROUNDED_BYTES[phase] * num_elements
         return num_bytes / self._memory_bytes_per_s
 
     def _adapting_seconds(self, unit: Unit) -> float:
-        """Return the seconds in which the parameters of a unit are adapted, which the memory of the GPU bounds.
+        """Return the seconds that adapting the parameters of a unit takes, which is bound by GPU memory.
 
-        PEFT makes each sum twice, and each time reads the parameter and writes as much.
+        PEFT computes each sum twice. Each time it reads the parameter and writes as many bytes.
         """
         adapted = _named(unit.layout.tensors, self._adapted)
         num_elements = sum(tensor.num_elements for tensor in adapted)
 
-        # Two reads and two writes, for each slice anew.
+        # Two reads and two writes, in each slice.
         num_moved = self._slices * 4 * num_elements
         return num_moved * unit.layout.schema.grad_width / self._memory_bytes_per_s
 
 
 def _named(tensors: Iterable[TensorSlice], names: Container[str]) -> list[TensorSlice]:
-    """Return the tensors that have one of the names."""
+    """Return the tensors whose names are among `names`."""
     return [tensor for tensor in tensors if tensor.name in names]
 
 
 def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any family
-    """Return a layer's number of experts, and the share of them to which one token is sent; 0 and 1 without experts."""
-    # Families have several names for the number.
+    """Return the number of a layer's experts and the share that one token is sent to; 0 and 1 without experts."""
+    # Model families name this number differently.
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if num_experts := getattr(text, name, None):
             chosen = getattr(text, "num_experts_per_tok", None) or num_experts
