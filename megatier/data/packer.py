@@ -1,11 +1,11 @@
-"""Lays documents into rows of marked tokens: end to end, or packed where they fit best.
+"""Packs documents into rows of marked tokens: end to end, or whole into the rows that they fit best.
 
-An integer is a token's id, with two more bits below it that say whether the token is learnt and whether a document
-begins there. Texts are closed by the end token and laid end to end; a row is a cut of `sequence_length` tokens.
+A marked token is its id with two more bits below: whether the token is learnt, and whether a document begins with it.
+Texts end with the end token and follow each other; each `sequence_length` tokens are a row.
 
-If documents are apart (`DataConfig.is_apart`), a conversation stays whole in its row unless it is longer. A window of
-them is packed at once, the longest first, each into the fullest row that has room. The rest of a row is filled with end
-tokens, each alone in a document of its own, so that nothing sees them or learns them.
+If documents are apart (`DataConfig.is_apart`), a conversation stays whole in one row, unless it is longer than a row. A
+window of conversations is packed at once, the longest first, each into the fullest row that has room. The rest of a row
+is padded with end tokens. Each of these is a document by itself, so no other token sees it and it is not learnt.
 """
 
 from __future__ import annotations
@@ -26,115 +26,114 @@ from megatier.data.tokenizer import TOKENIZER_REMEDY, find_special_tokens
 from megatier.errors import DataError
 
 MARK_BITS = 2
-"""Number of bits below a token's id."""
+"""Number of bits below the id of a token."""
 LEARNT_MARK = 1
-"""Mark of a token whose label counts."""
+"""Marks a token whose label counts."""
 FIRST_MARK = 2
-"""Mark of the first token of a document."""
+"""Marks the first token of a document."""
 
 WINDOW_ROWS = 128
-"""Rows of tokens that a window of conversations fills at least. In a stream its last row stays as it is, half empty in
-the mean: 0.4 % of so many."""
+"""Least rows that a window of conversations fills. In a stream its last row is half empty on average: 0.4 %."""
 
 BYTES_PER_TOKEN = 4
-"""Bytes of text a token, by which the tokens of a window are guessed before anything is tokenised."""
+"""Assumed bytes of text for each token, to guess the tokens of a window before it is tokenised."""
 
 
 class Packer:
-    """Takes documents and gives marked tokens, in pieces that lie end to end.
+    """Packs documents, and returns marked tokens in consecutive pieces.
 
     Attributes:
-        num_documents: documents that became tokens.
-        is_blind: whether no text has had any token so far that is neither special nor unknown.
+        num_documents: documents that were tokenised.
+        understands_nothing: whether all tokens so far are special or unknown ones.
     """
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, bad: BadRecords) -> None:
-        """Begin at the beginning of a row.
+        """Begin with an empty row.
 
         Args:
             config: how documents become rows.
-            tokenizer: makes tokens.
-            bad: takes the conversations that the chat template refuses.
+            tokenizer: the tokenizer.
+            bad: collects conversations that the chat template refuses.
         """
         self._config = config
         self._tokenizer = tokenizer
         self._bad = bad
         self.num_documents = 0
-        self.is_blind = True
+        self.understands_nothing = True
         self._row = config.sequence_length
         self._left = self._row
-        """Tokens that fit in the row that was begun."""
+        """Tokens that still fit into the current row."""
         self._window: list[Conversation] = []
-        """Conversations that wait to be packed."""
+        """Conversations that are not packed yet."""
         self._window_bytes = 0
         self._empty = find_special_tokens(tokenizer)
-        self._handed_on: list[NDArray[np.int64]] = []
-        """The pieces of a window's emptiest row, which are packed with the next window."""
+        self._carried_over: list[NDArray[np.int64]] = []
+        """The pieces of the emptiest row of a window, which are packed with the next window."""
 
-    def lay(self, document: str | Conversation) -> Iterator[NDArray[np.int64]]:
-        """Yield the tokens that come next with this document: none, its own, or those of a window."""
+    def add(self, document: str | Conversation) -> Iterator[NDArray[np.int64]]:
+        """Add a document, and yield the tokens that are ready: none, its own, or those of a window."""
         if self._config.is_apart and isinstance(document, Conversation):
             self._window.append(document)
             self._window_bytes += document.num_bytes
             if is_window(self._config, len(self._window), self._window_bytes):
-                yield from self._lay_window(hands_on=True)
+                yield from self._pack_window(carries_over=True)
             return
 
-        # A text is not packed, so it comes after the conversations that wait.
-        yield from self._lay_window(hands_on=False)
+        # A text is not packed, so the conversations before it have to be packed now.
+        yield from self._pack_window(carries_over=False)
         first = FIRST_MARK
         for piece in self._marked(document):
             if len(piece):
                 piece[0] |= first
                 first = 0
 
-            # A piece may end several rows further on.
+            # A piece may be several rows long.
             taken = self._row - self._left + len(piece)
             self._left = self._row - taken % self._row
             yield piece
 
-    def end(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the tokens that still wait, and the fill of a row that was begun, if documents are apart.
+    def finish(self) -> Iterator[NDArray[np.int64]]:
+        """Yield all remaining tokens, and the padding of the last row if documents are apart.
 
-        More documents may follow, from the beginning of a row on.
+        More documents may follow, which begin in a new row.
 
         Raises:
-            DataError: the tokenizer knew nothing of any text so far.
+            DataError: the tokenizer has made nothing but special and unknown tokens so far.
         """
-        yield from self._lay_window(hands_on=False)
+        yield from self._pack_window(carries_over=False)
         yield from self._end_row()
         self.check()
 
     def check(self) -> None:
-        """Refuse texts of which the tokenizer knew nothing so far.
+        """Refuse texts that the tokenizer does not understand.
 
         Raises:
-            DataError: it did not.
+            DataError: it has made nothing but special and unknown tokens so far.
         """
-        if self.num_documents and self.is_blind:
+        if self.num_documents and self.understands_nothing:
             raise DataError(
                 f"the tokenizer {self._tokenizer.name_or_path} makes nothing but special and unknown tokens of the "
                 f"{self.num_documents:,} texts. {TOKENIZER_REMEDY}"
             )
 
-    def _lay_window(self, *, hands_on: bool) -> Iterator[NDArray[np.int64]]:
-        """Yield whole rows of the conversations that wait.
+    def _pack_window(self, *, carries_over: bool) -> Iterator[NDArray[np.int64]]:
+        """Yield whole rows of the conversations that are not packed yet.
 
         Args:
-            hands_on: keep what the emptiest row holds for the next window. Else each window would end in a row that is
-                half empty, and of long rows a window has few.
+            carries_over: keep the pieces of the emptiest row for the next window. Otherwise each window would end in a
+                row that is half empty, which counts if rows are long.
         """
-        if not (self._window or self._handed_on):
+        if not (self._window or self._carried_over):
             return
         yield from self._end_row()
 
-        # These come first, since they have waited longest.
-        pieces = list(self._handed_on)
+        # These come first, because they have waited longest.
+        pieces = list(self._carried_over)
         for tokens in self._tokenise_chats(self._window):
             pieces += _cut(tokens, self._row)
         self._window = []
         self._window_bytes = 0
-        self._handed_on = []
+        self._carried_over = []
 
         sizes = [len(piece) for piece in pieces]
         rows = best_fit(sizes, self._row)
@@ -142,8 +141,8 @@ class Packer:
         emptiest = min(range(len(rows)), key=used.__getitem__, default=None)
 
         for place, numbers in enumerate(rows):
-            if hands_on and place == emptiest:
-                self._handed_on = [pieces[number] for number in numbers]
+            if carries_over and place == emptiest:
+                self._carried_over = [pieces[number] for number in numbers]
                 continue
             for number in numbers:
                 yield pieces[number]
@@ -151,9 +150,9 @@ class Packer:
             yield from self._end_row()
 
     def _end_row(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the fill of a row that was begun, if documents are apart."""
+        """Yield the padding of the current row, if documents are apart."""
         is_begun = 0 < self._left < self._row
-        # Each token of the fill is a document of its own, so that none of them is learnt from another one.
+        # Each token of the padding is a document by itself, so that none is learnt from another one.
         if self._config.is_apart and is_begun:
             fill = self._tokenizer.eos_token_id << MARK_BITS | FIRST_MARK
             yield np.full(self._left, fill)
@@ -174,7 +173,7 @@ class Packer:
         yield np.asarray([end])
 
     def _tokenise_chats(self, conversations: Sequence[Conversation]) -> Iterator[NDArray[np.int64]]:
-        """Yield the marked tokens of each conversation that is not left out."""
+        """Yield the marked tokens of each conversation, unless it is left out."""
         for ids, learnt in tokenise_chats(conversations, self._tokenizer, self._bad):
             self.num_documents += 1
             self._look_at(ids)
@@ -182,40 +181,40 @@ class Packer:
             yield ids << MARK_BITS | marks
 
     def _look_at(self, ids: NDArray[np.int64]) -> None:
-        """Note whether the tokenizer knows anything of a text."""
-        # Once a text was understood, nothing is compared any more.
-        self.is_blind = self.is_blind and bool(np.isin(ids, self._empty).all())
+        """Take note of whether the tokenizer understands anything of a text."""
+        # Once it has, nothing is compared any more.
+        self.understands_nothing = self.understands_nothing and bool(np.isin(ids, self._empty).all())
 
 
 def is_window(config: DataConfig, count: int, num_bytes: int | None) -> bool:
-    """Return whether so many documents make a window: `data.window_rows`, and enough bytes if they stay whole.
+    """Return whether documents are enough for a window: `data.window_rows`, and enough bytes if they stay whole.
 
     Args:
         config: has the length of a row.
         count: number of documents.
-        num_bytes: bytes of conversations that stay whole; None: they do not stay whole.
+        num_bytes: bytes of the conversations; None: they do not stay whole.
     """
     least = WINDOW_ROWS * config.sequence_length * BYTES_PER_TOKEN
     return count >= config.window_rows and (num_bytes is None or num_bytes >= least)
 
 
 def best_fit(sizes: Sequence[int], row: int) -> list[list[int]]:
-    """Return which pieces share a row: the longest first, each in the row with the least room that takes it.
+    """Return the pieces of each row by best-fit decreasing: the longest first, each into the fullest row with room.
 
-    Rows come in the order of their first pieces, so that long pieces do not come before short ones.
+    Rows are in the order of their first pieces, so that long pieces do not come first.
 
     Args:
         sizes: sizes of the pieces, none above `row`.
-        row: room of a row.
+        row: size of a row.
     """
     rows: list[list[int]] = []
 
-    # Room left and number of each row, the least room first.
+    # The room left and the number of each row, the least room first.
     rooms: list[tuple[int, int]] = []
     for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
         size = sizes[piece]
 
-        # Rooms are sorted, so the first one that is large enough is the one with the least room.
+        # Rooms are sorted, so the first one that is large enough is the smallest such one.
         place = bisect.bisect_left(rooms, (size, 0))
         if place < len(rooms):
             left, number = rooms.pop(place)
@@ -231,10 +230,10 @@ def best_fit(sizes: Sequence[int], row: int) -> list[list[int]]:
 
 
 def _cut(tokens: NDArray[np.int64], row: int) -> Iterator[NDArray[np.int64]]:
-    """Yield pieces of a row at most, each a document of its own."""
+    """Yield pieces of at most a row. Each is a document by itself."""
     for start in range(0, len(tokens), row):
         piece = tokens[start : start + row]
-        # Nothing in a row sees the row before.
+        # No row sees the row before it.
         piece[0] |= FIRST_MARK
         yield piece
 

@@ -62,7 +62,7 @@ class StreamReader:
         # One packer serves all windows, because the tokenizer may know nothing of one small window. The text before the
         # position was checked when it was read.
         packer = Packer(self._config, self._tokenizer, self._bad)
-        packer.is_blind = start.epoch == start.window == 0
+        packer.understands_nothing = start.epoch == start.window == 0
         length = self._config.sequence_length
         parts: list[NDArray[np.int64]] = []
         left = length
@@ -171,9 +171,9 @@ class StreamReader:
         key = (config.seed, position.epoch, position.window)
         for number in range(count):
             document = documents[permute(number, count, key)]
-            yield from packer.lay(document)
+            yield from packer.add(document)
 
         # A text may continue in the next window. Conversations that wait to be packed belong to this one.
         if config.chat is not None:
-            yield from packer.end()
+            yield from packer.finish()
         packer.check()

@@ -111,10 +111,10 @@ def _write_tokens(
         for is_for_evaluation, document in split_documents(config, bad):
             # False is 0 and True is 1, in the order of `TOKEN_FILES`.
             writer = writers[is_for_evaluation]
-            num_tokens = writer.write(writer.packer.lay(document))
+            num_tokens = writer.write(writer.packer.add(document))
             progress(num_tokens)
         for writer in writers:
-            writer.write(writer.packer.end())
+            writer.write(writer.packer.finish())
             writer.file.flush()
             os.fsync(writer.file.fileno())
 

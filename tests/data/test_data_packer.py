@@ -45,14 +45,14 @@ def conversation(answer: str) -> Conversation:
     return Conversation(turns, None, "here")
 
 
-def test_lay_windows_are_whole_rows_and_texts_in_between_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_windows_are_whole_rows_and_texts_in_between_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "WINDOW_ROWS", 0)
     config = DataConfig(files=("a",), tokenizer="bytes", sequence_length=64, window_rows=2, cross_documents=False)
     made = Packer(config, byte_tokenizer(), BadRecords(skips=False))
     documents: list[str | Conversation] = ["text", conversation("a"), conversation("b" * 100), conversation("c"), "end"]
-    laid = [np.concatenate([*made.lay(document), np.empty(0, np.int64)]) for document in documents]
+    laid = [np.concatenate([*made.add(document), np.empty(0, np.int64)]) for document in documents]
     assert [len(tokens) for tokens in laid] == [5, 0, 64 - 5 + 2 * 64, 0, 64 + 4]
-    rest = np.concatenate(list(made.end()))
+    rest = np.concatenate(list(made.finish()))
     tokens = np.concatenate([*laid, rest])
     assert len(tokens) % 64 == 0
     rows = (tokens >> MARK_BITS).reshape(-1, 64)
@@ -64,14 +64,14 @@ def test_lay_windows_are_whole_rows_and_texts_in_between_keep_their_place(monkey
     assert bytes(rows[-1, :3].tolist()) == b"end"
 
 
-def test_lay_windows_hand_on_what_their_emptiest_row_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_windows_carry_over_what_their_emptiest_row_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of two rows would leave a quarter of them empty. Each conversation comes once, and whole."""
     monkeypatch.setattr(packer, "WINDOW_ROWS", 2)
     config = DataConfig(files=("a",), tokenizer="bytes", sequence_length=256, window_rows=1, chat="messages")
     made = Packer(config, byte_tokenizer(), BadRecords(skips=False))
     draw = random.Random(4)
     answers = [f"<{number:03}{'x' * draw.randrange(60)}>" for number in range(400)]
-    pieces = [piece for answer in answers for piece in made.lay(conversation(answer))] + list(made.end())
+    pieces = [piece for answer in answers for piece in made.add(conversation(answer))] + list(made.finish())
 
     tokens = np.concatenate(pieces)
     assert len(tokens) % 256 == 0
@@ -81,12 +81,12 @@ def test_lay_windows_hand_on_what_their_emptiest_row_holds(monkeypatch: pytest.M
     assert fill < 0.05 * len(tokens)
 
 
-def test_lay_same_conversations_same_tokens_whatever_is_tokenised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_same_conversations_same_tokens_whatever_is_tokenised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = DataConfig(files=("a",), tokenizer="bytes", sequence_length=64, chat="messages")
     found = []
     for characters in (1, 100, 1 << 17):
         monkeypatch.setattr("megatier.data.template.BATCH_CHARACTERS", characters)
         made = Packer(config, byte_tokenizer(), BadRecords(skips=False))
-        assert [piece for number in range(30) for piece in made.lay(conversation("x" * (number * 7 % 40)))] == []
-        found.append(np.concatenate(list(made.end())).tolist())
+        assert [piece for number in range(30) for piece in made.add(conversation("x" * (number * 7 % 40)))] == []
+        found.append(np.concatenate(list(made.finish())).tolist())
     assert found[0] == found[1] == found[2]
