@@ -17,7 +17,7 @@ from from_outside import FAULTS
 from megatier import durable
 from megatier.errors import TransferError
 
-CALLS = ((durable, "sync"), (durable, "sync_tree"), (durable, "switch"), (os, "rename"), (durable, "discard"))
+CALLS = ((durable, "sync"), (durable, "sync_tree"), (durable, "exchange_names"), (os, "rename"), (durable, "discard"))
 KINDS = ["file", "folder"]
 
 
@@ -87,7 +87,7 @@ def test_committing_lets_the_old_one_go_when_the_drive_has_the_new_name(kind: st
     write(tmp_path / "target", kind, "old")
     assert recorded(tmp_path, kind, replaces=True) == [
         (sync, ".target.partial"),
-        ("switch", ".target.partial", "target"),
+        ("exchange_names", ".target.partial", "target"),
         (sync, tmp_path.name),
         ("discard", ".target.partial"),
     ]
@@ -98,11 +98,11 @@ def test_committing_lets_the_old_one_go_when_the_drive_has_the_new_name(kind: st
 def test_committing_without_a_switch_keeps_the_old_one_under_a_name_until_the_new_one_is_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable, "switch", lambda first, second: False)
+    monkeypatch.setattr(durable, "exchange_names", lambda first, second: False)
     write(tmp_path / "target", "folder", "old")
     assert recorded(tmp_path, "folder", replaces=True) == [
         ("sync_tree", ".target.partial"),
-        ("switch", ".target.partial", "target"),
+        ("exchange_names", ".target.partial", "target"),
         ("discard", ".target.replaced"),
         ("rename", "target", ".target.replaced"),
         ("rename", ".target.partial", "target"),
@@ -149,7 +149,7 @@ def test_committing_that_a_drive_refuses_at_any_call_leaves_one_whole(
 
         with pytest.MonkeyPatch.context() as patch:
             if not switches:
-                patch.setattr(durable, "switch", lambda first, second: False)
+                patch.setattr(durable, "exchange_names", lambda first, second: False)
             watched(patch, refuse)
             try:
                 become(folder, kind, replaces=True)

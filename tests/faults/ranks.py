@@ -31,8 +31,8 @@ from megatier.tier import Phase, Transport
 PLACES: dict[str, tuple[Any, str, Phase | None]] = {
     "forward": (UnitWeights, "enter", Phase.FORWARD),
     "backward": (UnitWeights, "enter", Phase.BACKWARD),
-    "gather": (Ranks, "gather", None),
-    "scatter": (Ranks, "scatter", None),
+    "gather": (Ranks, "all_gather", None),
+    "scatter": (Ranks, "all_to_all", None),
     "checkpoint": (PlaneWriter, "write", None),
     "exchange": (PlaneWriter, "exchange", None),
 }

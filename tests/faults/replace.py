@@ -16,7 +16,7 @@ from typing import Any
 
 from megatier import durable
 
-CALLS = ((durable, "sync"), (durable, "sync_tree"), (durable, "switch"), (os, "rename"), (os, "unlink"))
+CALLS = ((durable, "sync"), (durable, "sync_tree"), (durable, "exchange_names"), (os, "rename"), (os, "unlink"))
 
 
 def main(folder: Path, kind: str, last: int, switches: bool) -> None:

@@ -30,7 +30,7 @@ PLACES_INTERRUPTED = (
     "integrations/stream_steps",
 )
 TRAIN = TrainConfig(steps=6, batch=6, groups=1, clip=0.5, weight_decay=0.1, learning_rate=1e-2)
-PLACES_OF_RESTORE = (*PLACES_INTERRUPTED, "session", "checkpoint", "integrations", "optim/masters", "tear")
+PLACES_OF_RESTORE = (*PLACES_INTERRUPTED, "session", "checkpoint", "integrations", "optim/masters", "consistency")
 LAST = 4
 TRIES = pytest.mark.parametrize("tries", [4, pytest.param(20, marks=pytest.mark.slow)])
 """At how many places a test interrupts, or at three times as many."""

@@ -138,7 +138,7 @@ def test_save_in_the_place_of_one_of_its_step_leaves_one_that_restores_wherever_
         new, streamed.steps = weights_of(streamed), 1
         with pytest.MonkeyPatch.context() as patch:
             if not switches:
-                patch.setattr(durable, "switch", lambda first, second: False)
+                patch.setattr(durable, "exchange_names", lambda first, second: False)
             watched(patch, see)
             streamed.save(folder)
         assert [path.name for path in folder.iterdir()] == ["step-00000001"]
@@ -155,7 +155,7 @@ def weights_of(streamed: Streamed) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in streamed.state_dict().items()}
 
 
-@pytest.mark.parametrize("what", ["bytes", "sync_tree", "switch"])
+@pytest.mark.parametrize("what", ["bytes", "sync_tree", "exchange_names"])
 def test_save_that_a_full_drive_refuses_leaves_the_one_of_its_step(what: str, tmp_path: Path) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
