@@ -1,6 +1,7 @@
-"""Decides which units are at home on the GPU, which are streamed to it, and which slots the others have there. Pure.
+"""The share of the GPU in a placement: units at home there, streamed units, and slots for all others. Pure.
 
-Units come in forward order, so that the next forward starts at once; those larger than most come first.
+`place` calls it first. Units are chosen in forward order, so that the next forward can start at once, but units that
+are larger than most come first.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from megatier.tier import Tier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuShare:
-    """The share of the GPU in the units. All lists are in forward order."""
+    """The units and slots of the GPU. All lists are in forward order."""
 
     resident: list[UnitSpec]
     """Units at home on the GPU."""
     rest: list[UnitSpec]
     """All others."""
     streamed: list[UnitSpec]
-    """Those of the others whose state passes through the GPU to be updated there."""
+    """Units of the rest whose state passes through the GPU to be updated there."""
     slots: tuple[SlotPlan, ...]
-    """Slots on the GPU for what passes, and for what ranks send each other."""
+    """GPU slots for blocks that pass, and for collectives."""
 
 
 def fill_gpu(units: Sequence[UnitSpec], budget: int, policy: Policy) -> GpuShare:
-    """Choose what the GPU takes.
+    """Choose the units and slots of the GPU.
 
     Args:
         units: all units, in forward order.
         budget: bytes of the GPU.
-        policy: the tiers that may hold state, and all that decides sizes.
+        policy: the tiers that may hold state, and all else that decides sizes.
 
     Raises:
-        PlanError: there is no room for the slots without which nothing runs.
+        PlanError: there is no room for the fewest slots.
     """
-    # Slots for what ranks send each other come before all else, since nothing computes without them.
+    # Slots for collectives come first, because nothing can be computed without them.
     fewest_slots = collective_slots(units, 0, policy)
     collective_bytes = total_bytes(fewest_slots)
 
@@ -53,7 +54,7 @@ def fill_gpu(units: Sequence[UnitSpec], budget: int, policy: Policy) -> GpuShare
     streamed = _choose_streamed(rest, budget - taken_bytes, policy)
     slots = gpu_slots(rest, taken_bytes, streamed, budget, policy)
 
-    # Whole weights take what is left, so that few of them have to be gathered a second time.
+    # Whole weights get the rest, so that few have to be gathered twice.
     streamed_grad_bytes = sum(grad_bytes(spec, policy) for spec in streamed)
     left_bytes = budget - homed_bytes - streamed_grad_bytes - total_bytes(slots)
     slots += collective_slots(units, left_bytes, policy)
@@ -61,23 +62,23 @@ def fill_gpu(units: Sequence[UnitSpec], budget: int, policy: Policy) -> GpuShare
 
 
 def _choose_resident(units: Sequence[UnitSpec], budget: int, policy: Policy) -> set[str]:
-    """Choose units whose whole state fits into so many bytes in addition to the slots of the others.
+    """Choose units whose whole state fits the budget beside the slots of all other units.
 
-    Those that are larger than most come first, then all others in forward order. Large ones (embeddings, heads) come
-    first because one that is left out sets the size of every slot.
+    Units that are larger than most (embeddings, heads) come first, because one that is left out sets the size of every
+    slot. All others follow in forward order.
     """
     chosen: set[str] = set()
     if Tier.GPU not in policy.state:
         return chosen
 
-    # The sort is stable: among the large ones, and among the others, forward order stays.
+    # The sort is stable, so forward order stays among large units, and among the others.
     usual = _usual_elements([spec.num_elements for spec in units])
     large_first = sorted(units, key=lambda spec: spec.num_elements <= usual)
     used = 0
     for spec in large_first:
         homed = state_bytes(spec) + grad_bytes(spec, policy)
 
-        # All units that are not chosen yet have to pass through slots, unless they are chosen later.
+        # Units that are not chosen yet need slots, unless they are chosen later.
         unchosen = [other for other in units if other.name not in chosen]
         rest = [other for other in unchosen if other is not spec]
         if used + homed + least_gpu_bytes(rest, policy) <= budget:
@@ -88,7 +89,7 @@ def _choose_resident(units: Sequence[UnitSpec], budget: int, policy: Policy) -> 
 
 
 def _usual_elements(sizes: Sequence[int]) -> int:
-    """Return twice the size of the middle unit. A unit above that is larger than most."""
+    """Return twice the median size. A larger unit counts as larger than most."""
     if not sizes:
         return 0
     middle = sorted(sizes)[len(sizes) // 2]
@@ -96,22 +97,22 @@ def _usual_elements(sizes: Sequence[int]) -> int:
 
 
 def _choose_streamed(rest: Sequence[UnitSpec], budget: int, policy: Policy) -> list[UnitSpec]:
-    """Choose the first units in forward order, up to the share wanted and to the room that homes on the GPU leave.
+    """Choose the first units in forward order, up to the wanted share and the room that homes on the GPU leave.
 
-    Each has slots of its own, all of one size, so those larger than most (embeddings) are left to the CPU.
+    Each gets its own slots, all of one size, so units that are larger than most (embeddings) are left to the CPU.
 
     Args:
         rest: units that are not at home on the GPU.
-        budget: bytes of the GPU that are left by those that are, and by what ranks need to send each other.
-        policy: the share wanted, and all that decides sizes.
+        budget: bytes of the GPU beside homes and slots for collectives.
+        policy: the wanted share, and all else that decides sizes.
     """
-    # State comes under the backward and is updated after it, which the immediate mode would not wait for.
+    # Streamed state is updated after the backward, for which the immediate mode does not wait.
     candidates = trained_units(rest)
     is_wanted = policy.deferred and policy.streamed_share
     if not (is_wanted and candidates and Tier.RAM in policy.state):
         return []
 
-    # All slots are as large as those of the largest unit that may be chosen.
+    # The largest unit that may be chosen sets the size of the slots.
     most_elements = _usual_elements([spec.num_trained for spec in candidates])
     usual = [spec for spec in candidates if spec.num_trained <= most_elements]
     slot_bytes = {}
@@ -119,7 +120,7 @@ def _choose_streamed(rest: Sequence[UnitSpec], budget: int, policy: Policy) -> l
         sizes = [trained_bytes(spec, kind) for spec in usual if kind in spec.kinds]
         slot_bytes[kind] = max(sizes)
 
-    # The fewest slots for weights and gradients are taken off first, because without them nothing runs.
+    # The fewest slots for weights and gradients come first, because nothing runs without them.
     wanted = policy.streamed_share * sum(spec.num_trained for spec in candidates)
     room = budget - least_gpu_bytes(rest, policy)
     chosen: list[UnitSpec] = []

@@ -1,4 +1,4 @@
-"""Counts what text that is generated has of a GPU whose memory training lends. Pure."""
+"""The room for generating text in lent GPU memory. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class LentRoom:
     """Bytes of one GPU while text is generated in lent memory with all weights held, and of RAM meanwhile."""
 
     weight_bytes: int
-    """All weights, as compute reads them."""
+    """Bytes of all weights."""
     left_bytes: int
-    """What stays for keys and values and for the forward itself. Below 0 the weights do not fit, by so much."""
+    """Bytes for the KV cache and the forward. If it is below 0, the weights do not fit by so much."""
     state_bytes: int
-    """State at home on the GPU, which lies in RAM meanwhile, beside `tiers.ram`."""
+    """Bytes of state at home on the GPU, which is in RAM meanwhile, beside `tiers.ram`."""
 
 
 def shard_bytes(units: Collection[UnitSpec], policy: Policy) -> int:
-    """Return what gathering the weights of all ranks takes beside them: the largest shard of a unit."""
+    """Return the bytes that an all-gather of weights needs beside the result: the largest shard of a unit."""
     return max(block_bytes(spec, Kind.WEIGHT) for spec in units) if policy.num_ranks > 1 else 0
 
 
@@ -38,10 +38,9 @@ def lent_room(
         units: all units.
         placement: homes and slots of training.
         policy: choices of the run.
-        gpu_bytes: what the process has of the GPU, without the driver and libraries.
-        is_unified: whether the GPU's memory is RAM, so that state which goes there leaves no room for anything else.
+        gpu_bytes: the GPU memory of the process, without the driver and libraries.
+        is_unified: whether GPU memory is RAM, so that moving state to RAM frees nothing.
     """
-    # A unit that is alone has one shard, which is all of it.
     weight_bytes = sum(gathered_bytes(spec, policy) for spec in units)
     state_bytes = placement.state_bytes.get(Tier.GPU, 0)
     held_bytes = weight_bytes + shard_bytes(units, policy)

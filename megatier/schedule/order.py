@@ -1,4 +1,4 @@
-"""Compares a pass with the order that was recorded, and finds what the pass leaves out. Pure."""
+"""The recorded order of a pass: what a later pass leaves out of it, or the error that it differs. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find_left_out(
         trained: units that have gradients.
 
     Raises:
-        TimelineError: the order is another.
+        TimelineError: the order is another one.
     """
     repeats = False
     is_new = False

@@ -1,4 +1,4 @@
-"""The choices of a run that decide how many bytes there are, and where they may lie. Pure."""
+"""The policy of a placement: the choices of a run that decide sizes and allowed tiers. Pure."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from megatier.tier import Tier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """Choices that decide how many bytes there are, and where they may lie."""
+    """The choices of a run that decide how many bytes there are, and in which tiers they may be."""
 
     state: tuple[Tier, ...] = (Tier.GPU, Tier.RAM, Tier.NVME)
     """Tiers that may hold state."""
     deferred: bool = True
-    """Whether updates wait for the global norm, so that every gradient is held. Else they run inside the backward."""
+    """Whether updates wait for the global norm, so that every gradient is held. Otherwise they run in the backward."""
     groups: int = 1
-    """Groups of a step that one rank computes."""
+    """Groups of a step on each rank."""
     num_ranks: int = 1
     """Ranks that share the state. Sizes of units are those of a shard."""
     num_host_ranks: int = 1
-    """Ranks of one host. Budgets are a rank's part of those of the host, which a refusal names."""
+    """Ranks of one host. Budgets are a rank's share of the host's, and errors name those of the host."""
     slices: int = 1
     """Slices of a group."""
     chunk_elements: int | None = None
     """Elements of one update chunk; None: chosen from the RAM budget."""
     streamed_share: float = 0.0
-    """Share of the parameters outside the GPU whose state passes through it to be updated there, 0 to 1. In the
-    immediate mode none are streamed."""
+    """Share of the parameters outside the GPU that are streamed to it for their updates, 0 to 1. The immediate mode
+    streams none."""
     generations: int = 1
-    """Places on NVMe for the state of a unit that spills; above 1, units in RAM may have two. In the immediate mode
-    there is one."""
+    """Places on NVMe for the state of a unit that spills. Above 1, units in RAM may have two. The immediate mode has
+    one."""
     savepoints: bool = False
-    """Whether one of the generations may be kept, so that updates must do without it."""
+    """Whether a savepoint may keep one of the generations, which updates then cannot use."""
     gpu_direct: bool = False
     """Whether weights on NVMe that no update feeds go to the GPU past RAM."""
     align_elements: int = 32 << 10
-    """Elements of which update chunks are multiples: one granule of the narrowest plane."""
+    """Update chunks are multiples of so many elements, which are one granule of the narrowest plane."""
     narrowest: int = 2
     """Bytes of an element of that plane."""
 
@@ -47,5 +47,5 @@ class Policy:
 
     @property
     def speculates(self) -> bool:
-        """Whether there is a generation to update into, other than the one that holds and the one that is kept."""
+        """Whether there is a spare generation for speculative updates, beside the valid and the kept one."""
         return self.deferred and self.generations > 1 + self.savepoints

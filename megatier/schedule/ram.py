@@ -1,14 +1,14 @@
-"""Decides which gradients wait in RAM, which state is at home there, and which slots the rest has. Pure.
+"""The share of RAM in a placement: gradients that wait there, state at home there, and slots for all else. Pure.
 
-Offloaded activations come first. Gradients come before state, because they have to be somewhere between the backward
-and the update. State fills what is left by kind, weight planes first: a spilled parameter then moves 20 bytes a step
-instead of 26. Only of units that are mostly frozen, such as layers with adapters, the rest of the state comes before
-all weights: it is small, and NVMe would write it in each step, while frozen weights are read alone. State that does not
-fit is at home on NVMe. If RAM is too short even so, activations go on to NVMe too: as few as will do, and those of the
-first layers, which a backward needs last.
+`place` calls it after the GPU was filled. Offloaded activations come first. Gradients come before state, because they
+have to be somewhere between the backward and the update. State then fills the rest by kind, weights first: a spilled
+parameter moves 20 bytes a step instead of 26. In units that are mostly frozen, such as layers with adapters, the other
+state comes before all weights, because it is small and would be written to NVMe in each step, while frozen weights are
+only read. State that does not fit is at home on NVMe. If RAM is still too short, activations go to NVMe too: as few as
+possible, from the first layers on, whose backward comes last.
 
-A speculative update writes to a generation that does not hold. What is at home in RAM of a unit that spills then has a
-second place there. A unit that is whole in RAM needs none, so with speculation RAM takes the kinds of a unit together.
+A speculative update keeps the valid generation, so state in RAM of a unit that spills needs a second place there. A
+unit that is whole in RAM needs none. So with speculation RAM takes all kinds of a unit together.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Homes = Mapping[tuple[str, Kind], Tier]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RamShare:
-    """The share of RAM in the units that are not at home on the GPU."""
+    """The bytes and slots of RAM for the units that are not at home on the GPU."""
 
     homes: Homes
     """RAM or NVMe, for each block of their state."""
     slots: tuple[SlotPlan, ...]
-    """Slots in RAM for gradients, and for what passes on its way from and to NVMe."""
+    """Slots in RAM for gradients, and for blocks that pass from and to NVMe."""
     chunk_elements: int
     """Elements of one update chunk."""
     waiting: frozenset[str]
@@ -66,17 +66,17 @@ def fill_ram(
     budgets: Budgets,
     policy: Policy,
 ) -> RamShare:
-    """Choose what RAM takes.
+    """Choose the state, gradients and slots of RAM.
 
     Args:
         units: all units, in forward order.
-        rest: those that are not at home on the GPU.
-        shipped: those whose gradients leave the GPU.
+        rest: units that are not at home on the GPU.
+        shipped: units whose gradients leave the GPU.
         budgets: bytes of each tier.
-        policy: the tiers that may hold state, and all that decides sizes.
+        policy: the tiers that may hold state, and all else that decides sizes.
 
     Raises:
-        PlanError: RAM is too short, and NVMe may not or cannot take what is left.
+        PlanError: RAM is too short, and NVMe cannot take the rest or is not allowed to.
     """
     fill = partial(_fill, units=units, rest=rest, shipped=shipped, budgets=budgets, policy=policy)
     offloaded = [spec for spec in units if spec.activation_bytes]
@@ -86,13 +86,13 @@ def fill_ram(
         if not (offloaded and budgets.nvme):
             raise
 
-    # The refusal, if there is one, is that of the least RAM which would do: with all activations on NVMe.
+    # An error here names the least RAM that suffices, with all activations on NVMe.
     share = fill(offloaded)
     too_few = 0
     enough = len(offloaded)
 
-    # The more of them lie on NVMe, the more room there is, so the fewest that will do are found by halves. They leave
-    # room for update chunks that drives move at full speed, as gradients that spill do.
+    # More activations on NVMe leave more room, so a binary search finds the fewest. They leave room for update chunks
+    # that drives move at full speed, as gradients that spill do.
     chunk = min(share.chunk_elements, CHUNK_ELEMENTS_FAST)
     while enough - too_few > 1:
         tried = (too_few + enough) // 2
@@ -119,14 +119,14 @@ def _fill(
     budgets: Budgets,
     policy: Policy,
 ) -> RamShare:
-    """Choose what RAM takes if the activations of these units lie on NVMe; see `fill_ram`."""
+    """Choose the share of RAM if the activations of these units are on NVMe; see `fill_ram`."""
     names = frozenset(spec.name for spec in spilled)
     kept = [spec for spec in units if spec.name not in names]
     activations = sum(round_up(spec.activation_bytes) for spec in kept)
     passing_activations = activation_slots(spilled, budgets.ram, policy)
     taken = activations + total_bytes(passing_activations)
 
-    # If gradients spill, no sum is taken in RAM (docs/decisions/0025), so none passes through slots to one.
+    # If gradients spill, groups are not summed in RAM (docs/decisions/0025), so no slots for gradients are needed.
     waiting, spills_grads = _choose_waiting(taken, rest, shipped, budgets, policy)
     slots = [] if spills_grads else grad_slots(waiting, policy)
     held = _held_bytes(waiting, policy)
@@ -180,10 +180,10 @@ def _choose_waiting(
     budgets: Budgets,
     policy: Policy,
 ) -> tuple[Sequence[UnitSpec], bool]:
-    """Choose the units whose gradients wait in RAM, and say whether others spill theirs to NVMe.
+    """Choose the units whose gradients wait in RAM. Return them, and whether other gradients spill to NVMe.
 
     All wait in RAM, unless they would leave no room for update chunks and NVMe can take some. If sums of groups spill,
-    RAM takes as many as it has room for, and none is added up there.
+    RAM takes as many as fit, and none is summed there.
 
     Args:
         taken: bytes of RAM that activations take.
@@ -192,12 +192,12 @@ def _choose_waiting(
         budgets: bytes of each tier.
         policy: the tiers that may hold state, and all that decides sizes.
     """
-    # What is not held leaves its slot at once, in the backward itself, and NVMe could only slow that down.
+    # Gradients that are not held leave their slots in the backward itself, which NVMe could only slow down.
     held = policy.deferred or policy.groups > 1
     if not (shipped and held and Tier.NVME in policy.state and budgets.nvme):
         return shipped, False
 
-    # Perhaps nothing spills: then no update chunk needs room either.
+    # If nothing spills, update chunks need no room either.
     room = budgets.ram - taken
     wanted = sum(grad_bytes(spec, policy) for spec in shipped)
     wanted += total_bytes(grad_slots(shipped, policy))
@@ -205,19 +205,19 @@ def _choose_waiting(
     if Tier.RAM in policy.state and wanted + state <= room:
         return shipped, False
 
-    # Perhaps state alone spills: then its update chunks need room, at their smallest.
+    # If only state spills, the smallest update chunks need room.
     least = update_slots(policy.align_elements, rest, trained_units(rest), policy, spills_grads=False)
     if wanted + total_bytes(least) <= room:
         return shipped, False
 
-    # Gradients spill too. Chunks come first, at the size that drives need for full speed; gradients take what is left.
+    # Gradients spill too. Chunks come first, at the size for full speed of drives, and gradients get the rest.
     longest = max(spec.num_elements for spec in rest)
     num_elements = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST)
     chunk = round_up(num_elements, policy.align_elements)
     passing = update_slots(chunk, rest, trained_units(rest), policy, spills_grads=True)
     room -= total_bytes(passing)
 
-    # A gradient that is too large is passed over, and a smaller one after it may fit.
+    # If a gradient is too large, a smaller one after it may still fit.
     waiting = []
     for spec in shipped:
         size = grad_bytes(spec, policy)
@@ -230,16 +230,16 @@ def _choose_waiting(
 
 def _held_bytes(waiting: Sequence[UnitSpec], policy: Policy) -> int:
     """Return the bytes of the gradients that are held in RAM."""
-    # A single group of the immediate mode leaves its slot at once.
+    # In the immediate mode the gradient of a single group leaves its slot at once.
     if not policy.deferred and policy.groups == 1:
         return 0
     return sum(grad_bytes(spec, policy) for spec in waiting)
 
 
 def _deepened(plan: SlotPlan, free: int) -> SlotPlan:
-    """Return the slots for gradients, more of them as far as free bytes of RAM go, which nothing else wants.
+    """Return the slots for gradients, with as many more as free bytes of RAM allow.
 
-    With more slots, gradients come while the CPU still adds up others.
+    With more slots, gradients can come while the CPU still adds up others.
     """
     more = free // round_up(plan.slot_bytes)
     return replace(plan, num_slots=min(GRAD_DEPTH, plan.num_slots + more))
@@ -251,14 +251,14 @@ def _deepened(plan: SlotPlan, free: int) -> SlotPlan:
 def _spill_some(
     rest: Sequence[UnitSpec], spilling: Collection[str], used: int, budgets: Budgets, policy: Policy, spills_grads: bool
 ) -> tuple[Homes, list[SlotPlan], int]:
-    """Choose homes when RAM is too short for all, the slots through which the rest passes, and the chunk size.
+    """Choose homes if RAM is too short for all state, the slots for the rest, and the chunk size.
 
     Args:
         rest: units that are not at home on the GPU.
-        spilling: names of those whose gradients are at home on NVMe.
-        used: bytes of RAM that are taken already.
+        spilling: names of the units whose gradients are at home on NVMe.
+        used: bytes of RAM that are used already.
         budgets: bytes of each tier.
-        policy: all that decides sizes.
+        policy: the choices that decide sizes.
         spills_grads: whether any gradient is at home on NVMe.
 
     Raises:
@@ -267,8 +267,8 @@ def _spill_some(
     room = budgets.ram - used
     slots = list[SlotPlan]()
 
-    # Slots take the largest unit that is updated through them. Which one that is depends on the homes, and these on the
-    # room that slots leave. So the sizes are tried from the least one, and the first that holds is taken.
+    # The largest unit that is updated through slots sets their size. Which unit that is depends on homes, and homes
+    # depend on the room that slots leave. So sizes are tried in ascending order, and the first consistent one is used.
     sizes = {0} | {spec.num_trained for spec in rest}
     for largest in sorted(sizes):
         updated = [spec for spec in trained_units(rest) if spec.num_trained <= largest]
@@ -294,9 +294,9 @@ def _spill_some(
 def _fill_room(
     rest: Sequence[UnitSpec], slots: Sequence[SlotPlan], room: int, policy: Policy
 ) -> tuple[Homes, list[SlotPlan]]:
-    """Choose homes in the room that slots leave; return them and the slots that are needed.
+    """Choose homes in the room that slots leave. Return the homes, and the slots that are needed.
 
-    If all weights are at home in RAM, no slots for weights are needed, and their room is taken for homes.
+    If all weights are at home in RAM, they need no slots, and homes get that room.
     """
     choose = _homes_by_unit if policy.speculates else _homes_by_kind
     takes_state = Tier.RAM in policy.state
@@ -306,16 +306,16 @@ def _fill_room(
     if all(homes[spec.name, Kind.WEIGHT] is Tier.RAM for spec in rest):
         return homes, others
 
-    # Some weights pass through RAM after all, so their slots need room, and homes are chosen anew.
+    # Some weights do pass through RAM, so their slots need room, and homes are chosen again.
     left = room - total_bytes(slots) if takes_state else 0
     homes = choose(rest, left)
     return homes, list(slots)
 
 
 def _homes_by_kind(units: Sequence[UnitSpec], room: int) -> Homes:
-    """Fill the room by kind, unit by unit. What does not fit is on NVMe.
+    """Fill the room by kind, unit by unit. Blocks that do not fit are on NVMe.
 
-    The kinds beside weights come first if their unit is mostly frozen, and last if not.
+    Kinds other than weights come first in units that are mostly frozen, and last in all others.
     """
     weights = [(spec, Kind.WEIGHT) for spec in units]
     first: list[tuple[UnitSpec, Kind]] = []
@@ -324,7 +324,7 @@ def _homes_by_kind(units: Sequence[UnitSpec], room: int) -> Homes:
         others = first if spec.num_trained < spec.frozen_elements else last
         others += [(spec, kind) for kind in spec.schema.passing_kinds]
 
-    # A block that does not fit is passed over, and a smaller one after it may fit.
+    # If a block does not fit, a smaller one after it may still fit.
     homes = {}
     for spec, kind in [*first, *weights, *last]:
         size = block_bytes(spec, kind)
@@ -337,10 +337,10 @@ def _homes_by_kind(units: Sequence[UnitSpec], room: int) -> Homes:
 
 
 def _homes_by_unit(units: Sequence[UnitSpec], room: int) -> Homes:
-    """Fill the room for speculative updates: a unit that spills has a second place for all that it has in RAM.
+    """Fill the room for speculative updates, where a unit that spills needs a second place for its state in RAM.
 
-    Weight planes come first, twice, but once if the unit is frozen. Then come the other kinds of whole units. These
-    spill no more, so their second weight plane is not needed.
+    Weights come first: twice, or once if the unit is frozen. Then the other kinds of whole units follow. These units no
+    longer spill, so they do not need their second weights.
     """
     homes = {(spec.name, kind): Tier.NVME for spec in units for kind in spec.kinds}
     for spec in units:
@@ -365,12 +365,12 @@ def _homes_by_unit(units: Sequence[UnitSpec], room: int) -> Homes:
 
 
 def _host_ram_of(budgets: Budgets, policy: Policy) -> int:
-    """Return the RAM of the host of which these are a rank's part."""
+    """Return the RAM of the host for a rank's budgets."""
     return (budgets.ram + budgets.shared_ram) * policy.num_host_ranks
 
 
 def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
-    """Return the error that says why RAM does not take the gradients, when NVMe takes none."""
+    """Return the error that RAM is too short for gradients, if NVMe takes none."""
     what = "gradients and activations in RAM"
     other = "."
     if not waiting:  # no gradient counts
@@ -389,7 +389,7 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
 
 
 def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budgets, policy: Policy) -> PlanError:
-    """Return the error that says why state finds no home, when NVMe takes none."""
+    """Return the error that state has no home, if NVMe takes none."""
     mount = ", or give tiers.nvme a mount." if Tier.NVME in policy.state else ", or add nvme to tiers.state."
     host = policy.num_host_ranks
     if Tier.RAM in policy.state:

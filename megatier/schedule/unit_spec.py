@@ -1,4 +1,4 @@
-"""The sizes of one unit, by which it is placed. Pure."""
+"""The sizes of a unit, from which placement, moves and forecasts are computed. Pure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from megatier.tier import Kind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSpec:
-    """The sizes of a unit from which its place is chosen."""
+    """The sizes of a unit."""
 
     name: str
     num_elements: int
     """Elements of the unit's weights, padding included."""
     activation_bytes: int = 0
-    """Bytes of the boundary activation of one group, if it is offloaded to RAM or NVMe."""
+    """Bytes of the unit's input for one group, if it is offloaded to RAM or NVMe; else 0."""
     frozen_elements: int = 0
-    """How many of the elements, counted from the last, are frozen. They have a weight, but no other state and no
-    gradient."""
+    """The number of frozen elements, which come last. They have a weight, but no other state and no gradient."""
     schema: StateSchema = ADAMW_BF16
-    """The planes of state that the optimizer keeps of an element that is trained."""
+    """The planes of state of a trained element."""
     is_in_place: bool = False
-    """Whether the frozen elements, if their home is NVMe, are read where they lie in the user's own files."""
+    """Whether frozen elements with a home on NVMe are read from the user's own files."""
     update_flops: float = 0.0
     """Floating-point operations of products of matrices in one update."""
     is_layer: bool = False
@@ -31,12 +30,12 @@ class UnitSpec:
 
     @property
     def num_trained(self) -> int:
-        """Elements with a gradient and a whole state. If there are none, the unit is never updated."""
+        """The number of trained elements. If it is 0, the unit is never updated."""
         return self.num_elements - self.frozen_elements
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of state that the unit has: weights alone if it is frozen."""
+        """The kinds of state of the unit. A frozen unit has only weights."""
         return self.schema.kinds if self.num_trained else (Kind.WEIGHT,)
 
     def elements_of(self, kind: Kind) -> int:
