@@ -25,7 +25,7 @@ def address_of(tensor: Tensor, dtype: torch.dtype, num_elements: int) -> int:
     Raises:
         AddressError: the tensor is another one than the code takes.
     """
-    # Counted by bytes, since plain bytes may hold the numbers.
+    # Counted by bytes, because plain bytes may hold the numbers.
     held = tensor.nbytes // dtype.itemsize
     if tensor.dtype not in (dtype, torch.uint8):
         raise AddressError(f"is {tensor.dtype}", f"{dtype}")

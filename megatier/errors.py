@@ -24,7 +24,7 @@ class MegatierError(Exception):
     """The base of every error that megatier raises on purpose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Give message and fields to pickle, since other ranks raise the same error."""
+        """Give message and fields to pickle, because other ranks raise the same error."""
         return _again, (type(self), self.args, vars(self))
 
 
@@ -417,6 +417,6 @@ def at_least(num_bytes: int) -> str:
     """Return bytes as people read them, rounded up, so that a minimum is enough when it is typed in."""
     for unit, scale in UNITS:
         if num_bytes >= scale:
-            # Divided as whole numbers, since a float may come out a little too small.
+            # Divided as whole numbers, because a float may come out a little too small.
             return f"{-(-10 * num_bytes // scale) / 10:.1f} {unit}"
     return f"{num_bytes} B"

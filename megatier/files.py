@@ -23,7 +23,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     Raises:
         OSError: the system refused, or it is no regular file.
     """
-    # Asked before it is opened as well, since opening a device may already do something.
+    # Asked before it is opened as well, because opening a device may already do something.
     with contextlib.suppress(FileNotFoundError):
         _check_regular(path, path.stat(follow_symlinks=not flags & os.O_NOFOLLOW))
 

@@ -104,7 +104,7 @@ def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedR
     """Open a plain file for reading.
 
     Args:
-        path: the file. Links are followed, since the hub's cache is made of them.
+        path: the file. Links are followed, because the hub's cache is made of them.
         kind: makes the error to raise.
         pipes: whether to take a pipe as well, and to wait for its writer. This is for a path that the user
             named.
@@ -294,7 +294,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _depth_exceeds(tree: object) -> bool:
     """Return whether more than DEPTH_MAX lists and objects lie inside each other."""
-    # The walk goes level by level, since a recursion over something that deep would fail.
+    # The walk goes level by level, because a recursion over something that deep would fail.
     level: list[Any] = [tree] if isinstance(tree, dict | list) else []
     depth = 0
     while level and depth <= DEPTH_MAX:

@@ -210,7 +210,7 @@ def transparent_huge_pages(root: Path = ROOT) -> str:
 
 def mount_of(directory: Path) -> Mount:
     """Return the drive that holds a directory, or would hold it: the nearest parent that exists counts."""
-    # Resolved only then, since a path that does not exist leads nowhere. A link may lead to another drive.
+    # Resolved only then, because a path that does not exist leads nowhere. A link may lead to another drive.
     named = directory.expanduser().absolute()
     existing = next(parent for parent in (named, *named.parents) if parent.exists())
     path = existing.resolve()
@@ -220,7 +220,7 @@ def mount_of(directory: Path) -> Mount:
         file_systems[Path(partition.mountpoint)] = partition.fstype
 
     mountpoint = Path(path.anchor)
-    # The innermost one holds it, since mounts lie within each other.
+    # The innermost one holds it, because mounts lie within each other.
     for parent in (path, *path.parents):
         if parent in file_systems:
             mountpoint = parent

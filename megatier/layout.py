@@ -194,7 +194,7 @@ class Layout:
         return replace(
             self,
             tensors=tuple(tensors),
-            # Both are whole numbers, since `padded` has made them so.
+            # Both are whole numbers, because `padded` has made them so.
             num_elements=self.num_elements // num_ranks,
             num_trained=self.num_trained // num_ranks,
         )

@@ -32,7 +32,7 @@ IN_ITS_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
 class PrivateDirectory:
     """A run's directory on a mount, locked. Its files are opened and removed by their names in it.
 
-    Threads: any thread may call it until `close`, since each call is one system call or a few.
+    Threads: any thread may call it until `close`, because each call is one system call or a few.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,9 +134,9 @@ class PrivateDirectory:
 
 
 def lock_directory(directory: Path) -> int:
-    """Create or open a directory that the user named, and lock it; return the descriptor of the lock.
+    """Create or open a directory that the user named, and lock it. Return the descriptor of the lock.
 
-    Other users may write in it, since this user chose it.
+    Other users may write in it, because this user chose it.
 
     Raises:
         ConfigError: the parent is missing or may not be written, or the lock is no plain file.
@@ -180,7 +180,7 @@ def is_ours_alone(status: os.stat_result) -> bool:
 
 
 def _opened_and_locked(directory: Path, flags: int, check: Callable[[Path, int], None]) -> tuple[int, int]:
-    """Open a directory, which is made if it is missing, and lock it; return the descriptors of directory and lock.
+    """Open a directory, which is made if it is missing, and lock it. Return the descriptors of directory and lock.
 
     Args:
         directory: a directory whose parent exists.
@@ -208,7 +208,7 @@ def _opened_and_locked(directory: Path, flags: int, check: Callable[[Path, int],
 
 
 def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) -> int | None:
-    """Take the lock in an open directory; return None if its last holder removed it, or the directory, meanwhile."""
+    """Take the lock in an open directory. Return None if its last holder removed it, or the directory, meanwhile."""
     path = directory / LOCK_FILE
     try:
         lock = os.open(LOCK_FILE, FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=folder)

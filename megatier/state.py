@@ -76,7 +76,7 @@ class StateSchema:
         """The groups of a checkpoint, and the planes from which each of them is written."""
         groups: dict[str, tuple[Kind, ...]] = {}
         for plane in self.planes:
-            # Weight and remainder go to one group, since a checkpoint holds the fp32 master that they make.
+            # Weight and remainder go to one group, because a checkpoint holds the fp32 master that they make.
             before = groups.get(plane.array, ())
             groups[plane.array] = (*before, plane.kind)
         return groups

@@ -136,7 +136,7 @@ class BlockSpec:
 
 def round_up(num_bytes: int, multiple: int = PAGE_BYTES) -> int:
     """Return the least multiple that is not smaller."""
-    # In whole numbers, since floats lose bits of sizes past 2**53.
+    # In whole numbers, because floats lose bits of sizes past 2**53.
     return -(-num_bytes // multiple) * multiple
 
 

@@ -86,7 +86,7 @@ def _distances(device: torch.device) -> torch.Tensor:
 
     It is the checksum of a row in which only bit 31 of that word is set, without the checksum of zeros.
     """
-    # Bit by bit, since without that of zeros the checksum of a row is the xor of those of its bits.
+    # Bit by bit, because without that of zeros the checksum of a row is the xor of those of its bits.
     row = np.zeros(ROW_WORDS.value, dtype=np.uint32)
     zero = _native.checksum(row.ctypes.data, row.nbytes)
     distances = np.empty_like(row)
@@ -103,7 +103,7 @@ def _distances(device: torch.device) -> torch.Tensor:
 @_jit
 def _check(words: tl.tensor, distances: tl.tensor, found: tl.tensor, count: tl.int64, granule_words: tl.int32) -> None:
     """Store the checksum of one granule, without the checksum of as many zeros."""
-    # 64 bits, since words of a large unit may be more than an int32 counts.
+    # 64 bits, because words of a large unit may be more than an int32 counts.
     granule = tl.program_id(0).to(tl.int64)
     start = granule * granule_words
     columns = tl.arange(0, ROW_WORDS)

@@ -29,7 +29,7 @@ NAME = re.compile(r"megatier-(bench-)?[0-9a-f]{12}(-\d{1,6})?")
 """The names of directories whose run id is random, with the number of a rank if there are several. A directory under a
 name that somebody chose is never left over: opening a store of that name takes it again."""
 LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""The lock is opened for writing too, since some file systems lock no other file. It is never created here."""
+"""The lock is opened for writing too, because some file systems lock no other file. It is never created here."""
 NOTE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 LEFTOVER_REASONS = {
     errno.ENOTDIR: "it is no directory",

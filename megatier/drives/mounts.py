@@ -31,7 +31,7 @@ RUN_NOTE_FILE = "note.json"
 NOTE_BYTES_MAX = 16 << 10
 MOUNT_FILES = (KEPT_FILE, BLOCK_FILE, RUN_NOTE_FILE, LOCK_FILE)
 """All files of a run's directory on a mount, in the order in which they are removed. The mark goes first, so that it
-never stands for block files that are gone. The lock goes last, since a process that removes files holds it."""
+never stands for block files that are gone. The lock goes last, because a process that removes files holds it."""
 
 _OPEN: set[MountDirectories] = set()
 """The directories that are locked, also those of stores that nobody can reach any more."""

@@ -29,7 +29,7 @@ from megatier.tier import PAGE_BYTES
 BLOCKS_MIN = 16
 """The least number of blocks in the file."""
 THREAD_COUNTS = (4, 8, 16)
-"""The numbers of native threads in each direction that are tried. More threads would find nothing to do, since DEPTH
+"""The numbers of native threads in each direction that are tried. More threads would find nothing to do, because DEPTH
 blocks have 16 requests."""
 TRIAL_ROUNDS = 3
 """The number of times that each of these numbers is tried."""
@@ -80,7 +80,7 @@ class DriveFigures:
     sustained_bytes_per_s: tuple[float, ...]
     """The rate of each GiB of a long write; empty if none was wanted."""
     knee_bytes: int | None
-    """The bytes after which a long write got slower for good, since the drive's write cache was full; None if it did
+    """The bytes after which a long write got slower for good, because the drive's write cache was full; None if it did
     not.
     """
     io_threads: int | None = None
@@ -89,8 +89,8 @@ class DriveFigures:
     """The rate of filling the file, with the threads of `options`; None if that went to the page cache."""
     trials: Trials = field(default_factory=dict)
     """The median rates of mixed and writing flows, in bytes per second, by the number of threads in each direction.
-    They choose that number, and are no figures of the drive, since the best of several short trials is too good. It is
-    empty if none were tried."""
+    They choose that number, and are no figures of the drive, because the best of several short trials is too good. It
+    is empty if none were tried."""
     notes: tuple[str, ...] = ()
     """Remarks on the figures."""
     flags: tuple[str, ...] = ()
@@ -212,7 +212,7 @@ def probe_drive(
 def choose_threads(traffic: BlockTraffic, default: int, seconds: float) -> tuple[int, Trials]:
     """Go on with the best number of threads. Return that number, and the rates of all that were tried.
 
-    Through the page cache none are tried, since RAM answers for a part there. The default number stays then.
+    Through the page cache none are tried, because RAM answers for a part there. The default number stays then.
     """
     if not traffic.is_direct:
         return default, {}

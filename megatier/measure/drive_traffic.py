@@ -180,7 +180,7 @@ class BlockTraffic:
         self._files.set_threads(num_threads)
 
     def read(self, seconds: float) -> Flow:
-        """Read the file from its start, again and again; only once through the page cache, since RAM answers then."""
+        """Read the file from its start, again and again; only once through the page cache, because RAM answers then."""
         return self._measure(self._reads(len(self._extents)), (0,), seconds)
 
     def write(self, seconds: float) -> Flow:
@@ -206,7 +206,7 @@ class BlockTraffic:
             return self._measure(operations, (0, 1), MIXED_WINDOWS * seconds, window_s)
 
     def sustained(self, num_bytes: int) -> tuple[float, ...]:
-        """Write so many bytes without a pause; return the rate of each GiB."""
+        """Write so many bytes without a pause. Return the rate of each GiB."""
         num_blocks = math.ceil(num_bytes / self._block_bytes)
         indices = itertools.cycle(range(len(self._extents)))
         chosen = itertools.islice(indices, num_blocks)

@@ -50,7 +50,7 @@ TimedWork = Callable[[Until], float]
 
 
 def at_once(works: Mapping[str, TimedWork], seconds: float) -> dict[str, float]:
-    """Run all of them at once for a while; return the rate of each."""
+    """Run all of them at once for a while. Return the rate of each."""
     # One end for all, so that none goes on alone when the others are over.
     end = time.perf_counter() + seconds
 
@@ -64,7 +64,7 @@ def at_once(works: Mapping[str, TimedWork], seconds: float) -> dict[str, float]:
 
 
 def alone(work: TimedWork, seconds: float) -> float:
-    """Run one of them for a while; return its rate."""
+    """Run one of them for a while. Return its rate."""
     end = time.perf_counter() + seconds
     return work(lambda: time.perf_counter() > end)
 
@@ -117,7 +117,7 @@ class CopyTraffic:
         return self._queues.to_gpu("copy", device, host)
 
     def _begin_to_ram(self, piece: int) -> Transfer:
-        # Behind the bytes that go the other way, since both may be under way at once.
+        # Behind the bytes that go the other way, because both may be under way at once.
         host, device = self._views(self._way_bytes + piece * self._piece)
         return self._queues.to_ram("copy", host, device)
 
@@ -206,7 +206,7 @@ class UpdateTraffic:
 
 
 def _pieces_per_s(begin: Callable[[int], Transfer | _native.Batch], num_pieces: int, depth: int, until: Until) -> float:
-    """Do pieces in turn, so many at once, until something is true; return how many a second.
+    """Do pieces in turn, so many at once, until something is true. Return how many a second.
 
     Args:
         begin: begins the piece of a number.

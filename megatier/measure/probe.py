@@ -49,7 +49,7 @@ OF_GPU = {"gpu_bytes", "compute_capability", "unified_bytes"}
 def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
     """Return the rates that a plan needs: those of the first GPU, and of AdamW with the most threads.
 
-    Mounts on one file system get equal shares of its rates, since a plan adds them up.
+    Mounts on one file system get equal shares of its rates, because a plan adds them up.
     """
     copies = links.copies[0]
     update = links.updates[-1]

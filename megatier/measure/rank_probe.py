@@ -28,7 +28,7 @@ from megatier.tier import PAGE_BYTES, Transport
 LAYER_BYTES = {"cuda": 436_000_000, "cpu": 32_000_000}
 """Bytes that a gather or scatter is about. On a GPU they are those of a layer of an 8B model in bf16."""
 WARM_UPS = 2
-"""Collectives before the first that counts, since the first one makes connections."""
+"""Collectives before the first that counts, because the first one makes connections."""
 SLOWDOWN_MIN = 0.01
 """The least that collectives are taken to cost compute: it is below what can be measured, and not 0."""
 

@@ -172,7 +172,7 @@ class Speculation:
                 self._transfers[unit] = self._in_ram.submit(unit, 0, in_ram, requires, follows)
                 return
 
-            # Chunks come before the update that takes them from the front: the queue finds all of them there.
+            # Chunks are appended before their update, because the queue may begin it at once.
             self._planned.extend(chunks)
             work = partial(self._update, attempt, len(chunks))
             self._transfers[unit] = self._on_nvme.submit(unit, 0, work, requires, follows)
@@ -184,7 +184,7 @@ class Speculation:
         the rest in the other.
 
         Args:
-            clipped: the step is to be clipped, or left out.
+            clipped: whether the step is clipped or left out.
         """
         self._clipped.append(clipped)
         if (attempt := self._attempt) is None:
@@ -197,23 +197,23 @@ class Speculation:
             self.abandon()
             return
 
-        # The new generation holds though the queue may still be writing it: each use waits for `latest` first.
+        # The new generation is valid although the queue may still write it, because each use waits for `latest`.
         self._attempt = None
         self.updated = frozenset(attempt.units)
         self._blocks.generations.valid.update(attempt.units)
 
     def abandon(self) -> None:
-        """Make an attempt that was not decided void. Its chunks that have not begun are left out."""
+        """Make an undecided attempt void. Chunks that have not begun are skipped."""
         if (attempt := self._attempt) is not None:
             with self._store.consistency.change:
-                # Under the lock, so that each byte counts once: from here on the queue adds to `void_bytes` itself.
+                # Under the lock, so that each byte counts once. From here on the queue adds to `void_bytes`.
                 with self._lock:
                     attempt.is_void = True
                     self.void_bytes += attempt.moved_bytes
                 self._attempt = None
 
-                # Nothing that holds comes of them, so their errors are nobody's: whoever needs what one of them could
-                # not read reads it again. Their ends are waited for all the same.
+                # Their results are not used, so their errors do not count. An item that only follows them replaces
+                # them, so that later work still waits for their ends.
                 for unit in attempt.units:
                     if unit in self._transfers:
                         queue = self._on_nvme if self._blocks.is_cut(unit) else self._in_ram
@@ -221,7 +221,7 @@ class Speculation:
                         self._transfers[unit] = queue.submit(unit, 0, lambda: None, follows=[ended])
 
     def forget(self) -> None:
-        """Forget every speculative update. All have ended, and their state is overwritten next."""
+        """Forget all speculative updates. All have ended, and the state will be overwritten."""
         self.abandon()
         self.updated = frozenset()
         self._transfers.clear()
@@ -229,38 +229,39 @@ class Speculation:
         self._asked.clear()
 
     def latest(self, unit: str) -> Transfer | None:
-        """Return the unit's speculative update, until another update takes its place."""
+        """Return the unit's speculative update, if no other update has replaced it."""
         return self._transfers.get(unit)
 
     def drop(self, unit: str) -> None:
-        """Forget the unit's speculative update, since another update or a sum takes its place."""
+        """Forget the unit's speculative update, because another update or a sum replaces it."""
         self._transfers.pop(unit, None)
 
     def all(self) -> list[Transfer]:
-        """Return the last speculative update of each unit, if none took its place."""
+        """Return the last speculative update of each unit, if no other has replaced it."""
         return list(self._transfers.values())
 
     def close(self) -> None:
-        """Leave out what has not begun."""
+        """Skip all updates that have not begun."""
         self._is_closed = True
 
     # ------------------------------------------------------------------ the side of the queues
 
     def _update_in_ram(self, whole: SpeculativeChunk) -> None:
-        """Run AdamW on a unit in RAM as a whole, from one of its places into the other."""
+        """Update a whole unit in RAM, from one of its places into the other."""
         if not (whole.attempt.is_void or self._is_closed):
             self._update_chunk(whole)
 
     def _update(self, attempt: Attempt, num_chunks: int) -> None:
-        """Run AdamW on a unit, chunk by chunk, from one generation into the other."""
-        # Every chunk leaves the front of `_asked` and `_planned`, whether it was updated, left out or failed: else the
-        # next unit would take it for its own. An item that never begins, because its sum failed, leaves its chunks
-        # there. But then every step fails, until `forget`.
+        """Update a unit chunk by chunk, from one generation into the other."""
+        # Every chunk is removed from `_asked` and `_planned`, even if it was skipped or failed, so that the next unit
+        # does not find it. If a sum fails, the update never begins and its chunks stay, but then every step fails until
+        # `forget`.
         for left in range(num_chunks, 0, -1):
             try:
                 if not (attempt.is_void or self._is_closed):
                     self._read_ahead()
-                    # The attempt may have become void in between. Then this chunk was not asked for.
+
+                    # If the attempt has become void in between, this chunk is not being read.
                     if self._asked:
                         self._update_chunk(self._asked[0])
             except BaseException:

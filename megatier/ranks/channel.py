@@ -88,7 +88,7 @@ class Channel:
 
         Rank 0 gets the object itself, the others a copy. No rank returns before all have called this.
         """
-        # An error is told like a result: the others wait for one of the two. In a tuple, since None may be a result.
+        # An error is told like a result: the others wait for one of the two. In a tuple, because None may be a result.
         made: tuple[T] | Exception | None = None
         pickled = io.BytesIO()
         if self.rank == 0:

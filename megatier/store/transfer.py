@@ -198,7 +198,7 @@ class Transfer:
 
     def note_start(self, completion: Completion | None, span: tuple[int, int]) -> None:
         """Note that the move has started."""
-        # The latch is set last, since a thread that sees it set reads the other fields without a lock.
+        # The latch is set last, because a thread that sees it set reads the other fields without a lock.
         self._completion = completion
         self._span = span
 
@@ -217,7 +217,7 @@ class Transfer:
 def compute_point(clock: StreamClock | None, key: str) -> Transfer | None:
     """Return the present point of the current stream as a transfer, so that moves can come after it.
 
-    None if there is no CUDA device, since compute is over then when its call returns.
+    None if there is no CUDA device, because compute is over then when its call returns.
     """
     if clock is None:
         return None

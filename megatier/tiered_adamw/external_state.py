@@ -102,7 +102,7 @@ class ExternalStateOptimizer(Optimizer):
     @property
     def state(self) -> Any:  # noqa: ANN401 - torch's attribute is a defaultdict
         """The state of each parameter that has any, to be looked at."""
-        # Made when it is asked for, since it refers to the optimizer, which then would not go with its last name.
+        # Made when it is asked for, because it refers to the optimizer, which then would not go with its last name.
         return self._view() if self._shown is None else self._shown
 
     @state.setter

@@ -208,7 +208,7 @@ class PlacedState:
     def _apply(
         self, run: ElementRun, chunk: Tensor, gradient: Tensor, group: Mapping[str, Any]
     ) -> _native.Batch | None:
-        """Begin the update of a run, whose state lies in a chunk's bytes; return what to wait for."""
+        """Begin the update of a run, whose state lies in a chunk's bytes. Return what to wait for."""
         index = run.parameter
         parameter = self._parameters[index]
         learning_rate = group["lr"]

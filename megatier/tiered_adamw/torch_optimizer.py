@@ -158,7 +158,7 @@ class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
         if needed > (free := ram_available_bytes()):
             raise CapacityError("ram", needed, free, "Write the state to a file with save_state(path): that streams.")
 
-        # The numbers come first, since torch hands the whole to hooks.
+        # The numbers come first, because torch hands the whole to hooks.
         entries = self._empty()
         if self._placed is not None:
             self._placed.copy_to(entries)
@@ -210,7 +210,7 @@ class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
             super().load_state_dict(state_dict)
 
     def _checked(self, given: StateDict) -> StateDict:
-        """Note a state that is about to be loaded; returns the groups alone, for torch.
+        """Note a state that is about to be loaded. Return the groups alone, for torch.
 
         Raises:
             OptimizerError: it is of another optimizer or of other parameters. Nothing was changed.

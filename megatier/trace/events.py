@@ -113,7 +113,7 @@ def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
     total: dict[str, int] = {}
     until: dict[str, int] = {}
 
-    # Events of a lane may overlap, since several moves of a queue are in flight. What was counted already is cut off.
+    # Events of a lane may overlap, because several moves of a queue are in flight. What was counted already is cut off.
     by_start = sorted(events, key=lambda event: event.start_ns)
     for event in by_start:
         lane = event.lane

@@ -119,9 +119,9 @@ class Recorder:
             self.pause(main_cause(causes) or cause, asked, Instant(self._clock))
 
     def cause_of(self, transfer: Transfer) -> str:
-        """Return the queue or wait that holds up a transfer that is not over."""
-        # The cause is the first of those that it waits for that is not over. The transfer forgets them when it starts,
-        # on another thread: then its own queue is the cause.
+        """Return the queue or wait that delays a transfer."""
+        # The cause is the first unfinished transfer that it waits for. The transfer forgets these when it starts, on
+        # another thread, and then its own queue is the cause.
         waits_for = transfer.queue
         for other in (*transfer.requires, *transfer.follows):
             if not other.done():
@@ -130,12 +130,12 @@ class Recorder:
         return self.busy.get(waits_for, waits_for)
 
     def wait_until_started(self, transfer: Transfer, causes: Counter[str]) -> None:
-        """Wait until a transfer has started, and vote for what it waits for, once a slice of time."""
+        """Wait until a transfer has started. Vote for its cause once in each slice of time."""
         if transfer.has_started(0.0):
             return
 
-        # The first cause is asked for before the wait, because the transfer forgets what it waited for. A busy machine
-        # may wake this thread late: a wait that seems to end within its slice has lasted longer then, and has a cause.
+        # The first cause is read before the wait, because the transfer forgets it. A busy machine may wake this thread
+        # late, so a wait of one slice may have lasted longer, and then needs a cause.
         began = time.perf_counter()
         first = self.cause_of(transfer)
         if transfer.has_started(WAIT_SLICE_S):
@@ -148,10 +148,10 @@ class Recorder:
             causes[self.cause_of(transfer)] += 1
 
     def wait_until_done(self, transfer: Transfer) -> None:
-        """Wait until a transfer is over, and note that as a pause of compute.
+        """Wait until a transfer is over, and record the wait of compute.
 
         Raises:
-            MegatierError: it failed.
+            MegatierError: the transfer failed.
         """
         if not transfer.done():
             with self.waiting() as causes:
@@ -159,23 +159,23 @@ class Recorder:
                 causes[self.cause_of(transfer)] += 1
                 transfer.wait()
 
-        # Also one that was done before may have failed.
+        # A transfer that was over before may have failed too.
         transfer.wait()
 
     def work(self, queue: str, unit: str, start_ns: int, end_ns: int) -> None:
-        """Note what a queue did from one time to another."""
+        """Record the work of a queue from one time to another."""
         self._events.append(TraceEvent(lane=queue, name=unit, start_ns=start_ns, end_ns=end_ns))
 
     def watch(self, transfer: Transfer) -> None:
-        """Note an item of one of the player's queues: once it has ended, it is an event of its lane."""
+        """Watch an item of one of the player's queues, which becomes an event when it has ended."""
         self._watched.append(transfer)
 
     def collect(self, transfers: Iterable[Transfer]) -> None:
-        """Turn uses and moves that have ended into events, without waiting. Call it while the device is at work.
+        """Make events of the uses and moves that have ended, without waiting. Call it while the device is busy.
 
-        A move that failed is left for `take`, which raises its error.
+        Failed moves are left for `take`, which raises their errors.
         """
-        # So most of the work is done before the device is idle, and `take` finds little left to do.
+        # This leaves little work to `take`, which runs while the device is idle.
         self._transfers += transfers
         uses = self._uses
         self._uses = []
@@ -188,20 +188,20 @@ class Recorder:
         self._note_moves(lambda transfer: transfer.done() and not transfer.failed())
 
     def own_seconds(self) -> float:
-        """Return the seconds that this rank took itself, of the events since `take`. Nothing is waited for."""
+        """Return the seconds of this rank's own work in the events since `take`, without waiting."""
         self.collect(())
         self._note_rest()
         return own_seconds(self._events)
 
     def take(self, transfers: Iterable[Transfer]) -> list[TraceEvent]:
-        """Return the events that ended since the last call, by their starts. All others belong to the next call.
+        """Return the events that have ended since the last call, in the order of their starts.
 
-        It waits for compute alone, not for moves.
+        It waits for compute, but not for moves.
 
         Raises:
             TransferError, IntegrityError: a move of the store failed.
         """
-        # The times of compute may lie ahead on the device, so reading them waits for it.
+        # The device may not have reached these points yet, so reading their times waits for it.
         for use in self._uses:
             self._note_use(use)
         self._uses = []
@@ -217,19 +217,19 @@ class Recorder:
             elif transfer.wait_for_end():  # an error is not raised here: a wait for the update raises it
                 self._note_transfer(transfer)
 
-        # Queues append at the same time. The list stays the same one, since they may have looked it up already.
+        # Queues may append at any time, so the list object stays the same.
         count = len(self._events)
         events = self._events[:count]
         del self._events[:count]
         return sorted(events, key=lambda event: event.start_ns)
 
     def drop(self, transfers: Iterable[Transfer]) -> None:
-        """Drop the events of a pass that was given up. Moves that failed, or are under way, are left for `take`.
+        """Drop the events of a pass that was given up. Moves that failed or are under way are left for `take`.
 
         Args:
             transfers: the moves since the last call of this, of `collect` or of `take`.
         """
-        # Uses first: `collect` would read the times of those that the device has passed.
+        # Uses first, so that `collect` does not read their times.
         self._uses = []
         self._pauses = []
         self.collect(transfers)
@@ -248,25 +248,25 @@ class Recorder:
             until_ns = begun.ns()
             is_long = self._note_stall(access.unit, waits_for, until_ns, resumed.ns())
 
-            # Compute stands still in it, unless it lies before the use.
+            # Compute is idle in it, unless the wait is before the use.
             if is_long and until_ns >= from_ns:
                 self.work("compute", name, from_ns, until_ns)
                 from_ns = resumed.ns()
         self.work("compute", name, from_ns, use.left.ns())
 
     def _note_rest(self) -> None:
-        """Note the waits since the last use, once no use follows: the pass has ended."""
+        """Record the waits after the last use, at the end of the pass."""
         if self._uses:
             return
 
-        # They belong to no use: the step waits for its norm, or for updates.
+        # Then the step waits for its norm, or for updates.
         for cause, begun, resumed in self._pauses:
             self._note_stall(STEP_END, cause, begun.ns(), resumed.ns())
         self._pauses = []
 
     def _note_stall(self, unit: str, cause: str, start_ns: int, end_ns: int) -> bool:
-        """Note a wait of compute, and return whether it was one: something was waited for, and for long enough."""
-        # Without a cause nothing was waited for, so the time is the host's.
+        """Record a wait of compute as a stall, if it has a cause and is long enough. Return whether it was."""
+        # Without a cause the time is the host's.
         is_long = cause != "" and end_ns - start_ns >= STALL_NS_MIN
         if is_long:
             stall = TraceEvent(
@@ -290,7 +290,7 @@ class Recorder:
                 self._transfers.append(transfer)
 
     def _note_transfer(self, transfer: Transfer) -> None:
-        # It is over, so this waits for nothing, and raises its error if it failed.
+        # The transfer is over, so this only raises its error if it failed.
         transfer.wait()
 
         start_ns, end_ns = transfer.span_ns()
@@ -306,5 +306,5 @@ class Recorder:
 
 
 def main_cause(causes: Counter[str]) -> str:
-    """Return the cause with the most votes; empty if nobody voted."""
+    """Return the cause with the most votes; empty if there are none."""
     return causes.most_common(1)[0][0] if causes else ""
