@@ -23,23 +23,23 @@ import psutil
 ROOT = Path("/")
 
 GPU_SHARE = 0.5
-"""The part of the free GPU memory that a budget takes. The rest is for activations, which lie outside the arena, and
-for the workspaces of libraries."""
+"""The share of the free GPU memory in a default budget. The rest is for activations, which are outside of the arena,
+and for the workspaces of libraries."""
 RAM_SHARE = 0.8
-"""The part of the available RAM that a budget takes. The rest is for Python, staging buffers and the page cache."""
+"""The share of the available RAM in a default budget. The rest is for Python, staging buffers and the page cache."""
 PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """The bytes a second that one lane carries in each direction, by the generation of PCIe."""
 CUDA_DRIVER = "libcuda.so.1"
 HOST_PAGE_TABLES = 100
-"""The driver's attribute of a GPU that looks addresses up in the tables of the CPU, over a coherent link or none."""
+"""The driver's attribute of a GPU that uses the page tables of the CPU."""
 ROCM_DEVICE = Path("/dev/kfd")
-"""If both the CUDA driver and this device are missing, no build of torch sees a GPU."""
+"""Without the CUDA driver and this device no build of torch sees a GPU."""
 INSTRUCTIONS = re.compile(r"GenuineIntel|AuthenticAMD|fma|(avx|amx|sve|asimd|i8mm|bf16)\w*")
-"""Words of /proc/cpuinfo that tell which kernels a library may choose."""
+"""Words of /proc/cpuinfo by which libraries choose kernels."""
 SMI_SECONDS = 30
-"""The most seconds that nvidia-smi may take. It can hang if a driver is not whole."""
+"""The time limit of nvidia-smi in seconds, which can hang with a broken driver."""
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
-"""The types of file systems whose files lie in RAM."""
+"""The types of file systems in RAM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Mount:
     total_bytes: int
     """The size of the file system."""
     free_bytes: int
-    """The bytes that this user may still fill."""
+    """The free bytes for this user."""
 
     @property
     def is_memory(self) -> bool:
-        """Whether files here lie in RAM, so that state which spills to it saves no RAM."""
+        """Whether its files are in RAM, so that spilling state to it saves no RAM."""
         return self.file_system in MEMORY_FILE_SYSTEMS
 
 
@@ -70,7 +70,7 @@ class Gpu:
     total_bytes: int
     """Its memory."""
     free_bytes: int
-    """The bytes that no process has taken."""
+    """The free bytes."""
     uuid: str = ""
     """Its id without the prefix "GPU-", by which its link is found (`pcie_links`)."""
     compute_capability: float | None = None
@@ -102,7 +102,7 @@ class PcieLink:
 
 @dataclass(frozen=True, slots=True)
 class DefaultBudgets:
-    """Bytes that a run may use if nobody says otherwise."""
+    """The default budgets of a run, in bytes."""
 
     gpu_bytes: int
     """The default of `tiers.gpu`."""
@@ -143,7 +143,7 @@ def ram_available_bytes(root: Path = ROOT) -> int:
 
 def ram_limit_bytes(root: Path = ROOT) -> int | None:
     """Return the tightest memory limit of a cgroup; None if there is none below the machine's RAM."""
-    # A group without a limit may have a number all the same: version 1 writes the largest one there is.
+    # A group without a limit may have a number too, because version 1 writes the largest one.
     total = psutil.virtual_memory().total
     limits = [limit for _, _, limit in _memory_limits(root) if limit < total]
     return min(limits, default=None)
@@ -156,8 +156,8 @@ def ram_total_bytes(root: Path = ROOT) -> int:
 
 
 def cores_usable(root: Path = ROOT) -> int:
-    """Return how many cores this process may keep busy: its affinity, cut by the cgroup's quota; at least 1."""
-    # A quota of 2.5 cores counts as 2: a third thread would be stopped for half of its time, and others wait for it.
+    """Return the number of cores for this process, by its affinity and the cgroup's quota; at least 1."""
+    # A quota of 2.5 cores counts as 2. A third thread would be paused for half of the time, and others wait for it.
     affinity = len(os.sched_getaffinity(0))
     quotas = [int(quota) for quota in _cpu_quotas(root)]
     return max(1, min([affinity, *quotas]))
@@ -191,7 +191,7 @@ def set_cuda_defaults() -> None:
     # If there are more streams than hardware queues, streams share a queue. Then compute waits for unrelated copies.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-    # Kept activations come and go in many sizes. Without this their memory breaks into pieces that fit no other tensor.
+    # Kept activations have many sizes. Without this their memory becomes fragmented.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
@@ -210,7 +210,7 @@ def transparent_huge_pages(root: Path = ROOT) -> str:
 
 def mount_of(directory: Path) -> Mount:
     """Return the drive that holds a directory, or would hold it: the nearest parent that exists counts."""
-    # Resolved only then, because a path that does not exist leads nowhere. A link may lead to another drive.
+    # Resolved afterwards, because a missing path cannot be. A link may lead to another drive.
     named = directory.expanduser().absolute()
     existing = next(parent for parent in (named, *named.parents) if parent.exists())
     path = existing.resolve()
@@ -220,7 +220,7 @@ def mount_of(directory: Path) -> Mount:
         file_systems[Path(partition.mountpoint)] = partition.fstype
 
     mountpoint = Path(path.anchor)
-    # The innermost one holds it, because mounts lie within each other.
+    # The innermost mount counts, because mounts may be nested.
     for parent in (path, *path.parents):
         if parent in file_systems:
             mountpoint = parent
@@ -232,18 +232,18 @@ def mount_of(directory: Path) -> Mount:
 
 
 def scratch_directory() -> Path:
-    """Return where temporary files lie on a drive: the system's place for them, or /var/tmp if that one lies in RAM."""
+    """Return a directory for temporary files on a drive: the system's default, or /var/tmp if that is in RAM."""
     usual = Path(tempfile.gettempdir())
     return Path("/var/tmp") if mount_of(usual).is_memory else usual
 
 
 def cache_directory() -> Path:
-    """Return where this user's caches lie; code that writes there makes it.
+    """Return the directory of this user's caches, which may not exist yet.
 
     Raises:
         RuntimeError: this user has no home.
     """
-    # An empty variable counts as none, as the XDG specification says.
+    # An empty variable counts as unset, by the XDG specification.
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatier"
 
 
@@ -274,19 +274,19 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def gpu_memory(index: int | None = None) -> tuple[int, int]:
-    """Return the bytes of a GPU that nobody has taken, and all that it has; None: of the current one."""
+    """Return the free and the total bytes of a GPU; None: the current one."""
     import torch  # slow
 
     device = torch.cuda.current_device() if index is None else index
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     if torch.cuda.get_device_properties(device).is_integrated:
-        # CUDA counts the page cache as taken, which the kernel gives up for whoever asks.
+        # CUDA counts the page cache as used, but the kernel frees it on demand.
         free_bytes = min(total_bytes, ram_available_bytes())
     return free_bytes, total_bytes
 
 
 def _has_host_page_tables(index: int) -> bool:
-    """Return whether a GPU looks addresses up in the tables of the CPU, as the driver says; torch does not tell."""
+    """Return whether a GPU uses the page tables of the CPU. The driver says so, and torch does not."""
     try:
         driver = ctypes.CDLL(CUDA_DRIVER)
     except OSError:
@@ -310,15 +310,15 @@ def _has_gpu_driver() -> bool:
 
 
 def device_for(asked: str) -> str:
-    """Return "cuda" or "cpu", where a run computes whose `tiers.device` is "auto", "cuda" or "cpu"."""
+    """Return the device of a run, "cuda" or "cpu", for a `tiers.device` of "auto", "cuda" or "cpu"."""
     if asked != "auto":
         return asked
     return "cuda" if gpus() else "cpu"
 
 
 def pcie_links() -> dict[str, PcieLink]:
-    """Return the links of the GPUs by uuid, as nvidia-smi tells; none if that is missing, fails or hangs."""
-    # By nvidia-smi, which comes with the driver: torch tells nothing of links.
+    """Return the links of the GPUs by uuid, from nvidia-smi; empty if that is missing, fails or hangs."""
+    # torch has no function for links, and nvidia-smi comes with the driver.
     fields = ",".join(f"pcie.link.{name}" for name in ("gen.current", "gen.max", "width.current", "width.max"))
     command = ["nvidia-smi", f"--query-gpu=uuid,{fields}", "--format=csv,noheader,nounits"]
     try:
@@ -330,7 +330,7 @@ def pcie_links() -> dict[str, PcieLink]:
     for line in done.stdout.splitlines():
         uuid, *numbers = [word.strip() for word in line.split(",")]
 
-        # A virtual machine may hide a link. Then nvidia-smi has words such as [N/A] in place of a number.
+        # A virtual machine may hide a link. Then nvidia-smi prints words such as [N/A].
         is_known = len(numbers) == 4 and all(number.isdigit() for number in numbers)
         if is_known:
             links[uuid.removeprefix("GPU-")] = PcieLink(*map(int, numbers))
@@ -338,7 +338,7 @@ def pcie_links() -> dict[str, PcieLink]:
 
 
 def nvidia_fs_is_loaded(root: Path = ROOT) -> bool:
-    """Return whether the kernel module of GPUDirect Storage is there."""
+    """Return whether the kernel module of GPUDirect Storage is loaded."""
     return (root / "proc/driver/nvidia-fs").exists() or (root / "sys/module/nvidia_fs").exists()
 
 
@@ -348,7 +348,7 @@ def udev_is_readable(root: Path = ROOT) -> bool:
 
 
 def default_budgets(device: str, root: Path = ROOT) -> DefaultBudgets:
-    """Return the budgets of a run on "cuda" or "cpu". On a CPU the arena of the gpu tier lies in RAM as well.
+    """Return the default budgets of a run on "cuda" or "cpu". On a CPU the gpu tier is in RAM too.
 
     On a GPU with unified memory both are parts of what is available, and most is the GPU's: it uses what lies there in
     place, while it copies what lies in RAM to a slot first.

@@ -37,7 +37,7 @@ NO_CODES: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """One parameter inside its unit, or a run of its elements if several units share it."""
+    """A parameter in its unit, or a run of its elements if several units share it."""
 
     name: str
     """Full parameter name in the model, such as `model.layers.0.mlp.up_proj.weight`."""
@@ -50,7 +50,7 @@ class TensorSlice:
     offset: int = 0
     """First element of the slice inside its parameter."""
     stands_for: int = 1
-    """Parameters of the model that an element stands for: several if it carries their codes, none if it is a scale."""
+    """The number of the model's parameters for each element: several if it carries their codes, 0 if it is a scale."""
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class TensorSlice:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model that these elements are, or carry the codes of."""
+        """The number of the model's parameters in these elements."""
         return self.num_elements * self.stands_for
 
     @property
@@ -74,28 +74,29 @@ class TensorSlice:
 
     @property
     def elements(self) -> tuple[int, int]:
-        """The elements [start, stop) of the parameter that the slice holds."""
+        """The elements [start, stop) of the parameter in the slice."""
         return self.offset, self.offset + self.num_elements
 
     def place(self, element: int) -> int:
-        """Return the number in the unit of an element of the parameter."""
+        """Return the index in the unit of an element of the parameter."""
         return self.start + element - self.offset
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All parameters of one unit, in order, without overlap."""
+    """The parameters of one unit, in order, without overlap."""
 
     tensors: tuple[TensorSlice, ...]
     """The trained parameters in the order of the model, and after them the frozen ones."""
     num_elements: int
     """Padded size of the unit's weight plane, in elements."""
     num_trained: int
-    """Padded size of every other plane: the elements of trained parameters, which come first."""
+    """Padded size of all other planes, which have only the trained parameters."""
     schema: StateSchema = ADAMW_BF16
     """The planes of state of an element that is trained."""
     has_base: bool = False
-    """Whether the frozen parameters are a base, which a run reads anew whenever it begins and no checkpoint holds."""
+    """Whether the frozen parameters are a base, which a run reads whenever it begins, and which checkpoints leave
+    out."""
 
     @staticmethod
     def of(
@@ -116,13 +117,13 @@ class Layout:
             pairs = of_frozen if name in frozen else of_trained
             pairs.append((name, shape, stands_for.get(name, 1)))
 
-        # A unit without parameters gets a page all the same, so that no block is empty.
+        # Even a unit without parameters gets a page, so that no block is empty.
         trained, offset = _placed(of_trained, 0)
         if not of_frozen:
             size = max(PAD_ELEMENTS, _padded(offset, PAD_ELEMENTS))
             return Layout(trained, size, size)
 
-        # Frozen parameters begin in a granule of their own, which no update writes.
+        # Frozen parameters begin in a new granule, which no update writes.
         num_trained = _padded(offset, CHECKED_ELEMENTS)
         others, offset = _placed(of_frozen, num_trained)
         num_elements = _padded(offset, PAD_ELEMENTS)
@@ -144,7 +145,7 @@ class Layout:
         return frozenset(names - trained)
 
     def without(self, names: Collection[str]) -> Layout:
-        """Return the other parameters, which are whole, placed anew."""
+        """Return a layout of the other parameters, which are whole."""
         shapes = []
         stands_for = {}
         for tensor in self.tensors:
@@ -194,14 +195,13 @@ class Layout:
         return replace(
             self,
             tensors=tuple(tensors),
-            # Both are whole numbers, because `padded` has made them so.
+            # `padded` has made both divisible.
             num_elements=self.num_elements // num_ranks,
             num_trained=self.num_trained // num_ranks,
         )
 
     def part(self, first: int, last: int) -> Layout:
-        """Return the layout of a run [first, last) of the elements: its tensors, and runs of them, where they are."""
-        # Tensors stay where they are, so a run begins at its own first element.
+        """Return the layout of a run [first, last) of the elements, with its tensors and runs of tensors in place."""
         tensors = self._runs_within(first, last, first)
         return replace(self, tensors=tuple(tensors))
 

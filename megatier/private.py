@@ -30,36 +30,36 @@ IN_ITS_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
 
 
 class PrivateDirectory:
-    """A run's directory on a mount, locked. Its files are opened and removed by their names in it.
+    """A run's locked directory on a mount. Its files are opened and removed by their names in it.
 
-    Threads: any thread may call it until `close`, because each call is one system call or a few.
+    Threads: any thread may call its methods until `close`.
     """
 
     def __init__(self, path: Path) -> None:
         """Create the directory if it is missing, open it and lock it.
 
         Raises:
-            ConfigError: the mount cannot be written, or other users may use what lies there.
+            ConfigError: the mount is not writable, or other users may use the directory.
             RunLockedError: another process holds the lock.
         """
         self.path = path
         """The directory, for messages."""
-        # The mount itself may be a link, but the run's directory on it must not be: a link could lead anywhere.
+        # The mount itself may be a link, but the run's directory must not, because a link could lead anywhere.
         self._folder, self._lock = _opened_and_locked(path, os.O_NOFOLLOW, _refuse_shared)
 
     def open(self, name: str, flags: int = 0) -> int:
-        """Open a file in it for reading and writing; with O_CREAT a new one. No other user may open that file.
+        """Open a file in it for reading and writing, or with O_CREAT a new one. No other user may open that file.
 
         Raises:
             ConfigError: other users may open the file.
             OSError: it cannot be opened or created, or it is a link.
         """
-        # A new file must not be there yet: O_CREAT alone would take a file that somebody else had put there.
+        # A new file must not exist yet. O_CREAT by itself would open a file that another user has put there.
         if flags & os.O_CREAT:
             flags |= os.O_EXCL
         file = os.open(name, FILE_FLAGS | flags, 0o600, dir_fd=self._folder)
         try:
-            # Asked of the open file: its name may be that of another one by now.
+            # The open file is checked, because its name may be that of another file by now.
             _refuse_shared(self.path / name, file)
         except BaseException:
             os.close(file)
@@ -67,13 +67,13 @@ class PrivateDirectory:
         return file
 
     def mark(self, name: str) -> None:
-        """Make an empty file, unless one of this name is there."""
+        """Make an empty file, unless it exists."""
         with contextlib.suppress(FileExistsError):
             file = self._create(name)
             os.close(file)
 
     def write(self, name: str, content: bytes) -> None:
-        """Make a small file with this content, in place of one of this name.
+        """Make or replace a small file with this content.
 
         Raises:
             OSError: the drive refused.
@@ -84,13 +84,13 @@ class PrivateDirectory:
             opened.write(content)
 
     def _create(self, name: str) -> int:
-        """Create a file that is not there yet, for this user alone."""
-        # O_EXCL refuses whatever lies there by now, a link as well.
+        """Create a new file that only this user may open."""
+        # O_EXCL refuses whatever exists, even a link.
         flags = FILE_FLAGS | os.O_CREAT | os.O_EXCL
         return os.open(name, flags, 0o600, dir_fd=self._folder)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a link itself, if it is there.
+        """Remove a file, or a link itself, if it exists.
 
         Raises:
             OSError: it could not be removed.
@@ -99,16 +99,16 @@ class PrivateDirectory:
             os.unlink(name, dir_fd=self._folder)
 
     def holds(self, name: str) -> bool:
-        """Return whether there is anything of this name."""
+        """Return whether the name exists."""
         try:
-            # A link takes the name as well, wherever it leads.
+            # A link counts too, wherever it leads.
             os.stat(name, dir_fd=self._folder, follow_symlinks=False)
         except OSError:
             return False
         return True
 
     def sync(self) -> None:
-        """Wait until the names that were made or removed in it are on the drive.
+        """Wait until new and removed names in it are on the drive.
 
         Raises:
             OSError: the drive failed.
@@ -116,16 +116,16 @@ class PrivateDirectory:
         os.fsync(self._folder)
 
     def close(self, remove: Iterable[str] = ()) -> None:
-        """Remove these files, and the directory if it is empty then, and unlock.
+        """Remove these files, and the directory if it is empty, and unlock.
 
         Files on a drive that is gone or read-only stay, and so do files of other users.
         """
-        # The descriptors are closed last, so that the lock is held while files are removed.
+        # Descriptors are closed last, so that the lock is held while files are removed.
         for name in remove:
             with contextlib.suppress(OSError):
                 self.remove(name)
 
-        # The directory stays if anything else lies in it.
+        # The directory stays if it has other files.
         with contextlib.suppress(OSError):
             self.path.rmdir()
         for file in (self._folder, self._lock):
@@ -134,32 +134,32 @@ class PrivateDirectory:
 
 
 def lock_directory(directory: Path) -> int:
-    """Create or open a directory that the user named, and lock it. Return the descriptor of the lock.
+    """Create or open a directory of the user's choice, and lock it. Return the descriptor of the lock.
 
-    Other users may write in it, because this user chose it.
+    Other users may write to it.
 
     Raises:
         ConfigError: the parent is missing or may not be written, or the lock is no plain file.
         RunLockedError: another process holds the lock.
     """
-    # The lock is held by its own descriptor, so that of the directory is not needed any more.
+    # The lock has a descriptor of its own, so that of the directory is not needed any more.
     folder, lock = _opened_and_locked(directory, 0, _refuse_special)
     os.close(folder)
     return lock
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory in which code is to lie, and what it lies in, unless it is there.
+    """Create a directory for code, and its parents, unless it exists.
 
     Raises:
-        ConfigError: it cannot be made, other users may open it, or all users may put another in its place.
+        ConfigError: it cannot be made, other users may open it, or all users may replace it.
     """
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         above = directory.parent.stat()
 
-        # Of a link itself, and not of what it leads to.
+        # The link itself, and not its target.
         status = directory.lstat()
     except OSError as error:
         raise _unusable(directory, error) from error
@@ -169,7 +169,7 @@ def make_private(directory: Path) -> None:
     if reason:
         raise _refused(directory, reason)
 
-    # A user who may write in the parent may put another directory in the place of this one.
+    # A user who may write to the parent may replace the directory.
     if above.st_mode & stat.S_IWOTH:
         raise _refused(directory.parent, "all users may write in it")
 
@@ -180,15 +180,15 @@ def is_ours_alone(status: os.stat_result) -> bool:
 
 
 def _opened_and_locked(directory: Path, flags: int, check: Callable[[Path, int], None]) -> tuple[int, int]:
-    """Open a directory, which is made if it is missing, and lock it. Return the descriptors of directory and lock.
+    """Open a directory, or make it, and lock it. Return the descriptors of directory and lock.
 
     Args:
         directory: a directory whose parent exists.
         flags: more flags for opening the directory.
         check: refuses an open directory or lock by ConfigError.
     """
-    # Another run may end meanwhile, and remove the directory or its lock. Then this begins anew and makes the directory
-    # itself. Each further round needs another run that ends just then, so the rounds come to an end.
+    # If another run ends meanwhile and removes the directory or its lock, this begins again and makes the directory
+    # itself. Each further round needs another run that ends at that moment, so this loop ends.
     while True:
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -208,7 +208,7 @@ def _opened_and_locked(directory: Path, flags: int, check: Callable[[Path, int],
 
 
 def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) -> int | None:
-    """Take the lock in an open directory. Return None if its last holder removed it, or the directory, meanwhile."""
+    """Take the lock in an open directory. Return None if its last holder has removed lock or directory."""
     path = directory / LOCK_FILE
     try:
         lock = os.open(LOCK_FILE, FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=folder)
@@ -227,11 +227,11 @@ def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) ->
                 f"{directory} is in use by another run. Wait for it to end or choose another directory."
             ) from error
         except OSError as error:
-            # A file system without locks, such as some network drives, says something else.
+            # File systems without locks, such as some network drives, have other errors.
             raise _refused(path, f"it cannot be locked: {os.strerror(error.errno or 0)}") from error
 
-        # The last holder removes file and directory before it unlocks. A lock on a file that is gone guards nothing, so
-        # both must still be the ones of these names.
+        # The last holder removes file and directory before it unlocks. A lock on a removed file guards nothing, so the
+        # names still have to be those of both.
         with contextlib.suppress(FileNotFoundError):
             named_lock = os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False)
             has_lock = os.path.samestat(os.fstat(lock), named_lock)
@@ -245,14 +245,14 @@ def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) ->
 
 
 def _refuse_special(path: Path, file: int) -> None:
-    """Refuse anything but a directory or a regular file."""
+    """Raise unless it is a directory or a regular file."""
     mode = os.fstat(file).st_mode
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
         raise _refused(path, NO_FILE)
 
 
 def _refuse_shared(path: Path, file: int) -> None:
-    """Refuse anything but a directory or a regular file that no other user may open."""
+    """Raise unless it is a directory or a regular file that no other user may open."""
     reason = _shared_by(os.fstat(file))
     if reason:
         raise _refused(path, reason)
@@ -273,7 +273,7 @@ def _shared_by(status: os.stat_result) -> str:
 
 
 def _unusable(directory: Path, error: OSError) -> ConfigError:
-    """Return the error of a directory that cannot be made or opened. It names what is in its place, or the parent."""
+    """Return the error of a directory that cannot be made or opened, which names what is in the way."""
     is_taken = error.errno in IN_ITS_PLACE
     if is_taken and directory.is_symlink():
         return _refused(directory, "it is a link")
