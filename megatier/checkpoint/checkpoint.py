@@ -1,17 +1,17 @@
-"""Checkpoints: a run's state as named fp32 arrays in Zarr v3, whole or not there, whatever tier each byte came from.
+"""Checkpoints: a run's state as named fp32 arrays in Zarr v3, in one format for all placements.
 
-    step-00000100/                       a Zarr group; its attribute "megatier" holds what is no array (`RunState`), and
-                                         the manifest: the checksum of each other file by its place
-        params/<name>                    master weights; for frozen parameters, the weights that they compute with, but
+    step-00000100/                       a Zarr group; its attribute "megatier" has the rest of the state (`RunState`)
+                                         and the manifest, which is the checksum of every other file
+        params/<name>                    master weights; for frozen parameters the weights that they compute with, but
                                          not for the base of adapters
         exp_avg/<name>, exp_avg_sq/<name>   moments of the parameters that AdamW trains
-        momentum/<name>                  momentum of those that Muon trains
+        momentum/<name>                  momentum of the parameters that Muon trains
 
-Names are those of the model's parameters; a tied one comes once. `zarr.open_group(path)["params/lm_head.weight"][:]`
-reads a tensor.
+Names are those of the model's parameters. Tied parameters have one name. For example,
+`zarr.open_group(path)["params/lm_head.weight"][:]` reads a tensor.
 
-A checkpoint is written (`checkpoint_writer`) under a hidden name, the attribute last, and renamed when all of it is on
-the drive. Nothing is unpickled, and every path is made of the model's own names alone.
+A checkpoint is written under a hidden name (`checkpoint_writer`), the attribute last, and renamed once all of it is on
+the drive. Nothing is unpickled, and every path consists of the model's own names.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from megatier.state import ARRAYS, MASTERS
 CHECKPOINT_FORMAT = 3
 """The format that is written."""
 UNBOUND_FORMAT = 2
-"""The format of versions that wrote no manifest."""
+"""The format of older versions, without a manifest."""
 NUM_READING_THREADS = 4
-"""Native threads that read."""
+"""Native threads that read chunks."""
 WRITING = ".partial"
-"""End of the hidden name of a checkpoint that is not whole yet."""
+"""Suffix of the hidden name of an unfinished checkpoint."""
 REMOVING = ".removed"
-"""End of the hidden name of a checkpoint that is being removed."""
+"""Suffix of the hidden name of a checkpoint that is being removed."""
 HIDDEN_NAME = re.compile(r"\.step-\d{8,}\.(partial|removed)")
-"""The hidden names that only a checkpoint of ours can have, so that nothing else is ever removed."""
+"""Hidden names that only our checkpoints have. Nothing else is ever removed."""
 # Zarr's own names, in its own order: bytes first, then the checksum over them.
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
@@ -73,15 +73,15 @@ def list_arrays(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]
 
 
 def groups_of(units: Sequence[Unit]) -> tuple[str, ...]:
-    """Return the groups of a checkpoint's arrays, which hold fp32 whatever the compute dtype is."""
-    # In one order, whichever unit has which: checkpoints of one model have the same bytes in their metadata.
+    """Return the groups of a checkpoint's arrays, which are fp32 for every compute dtype."""
+    # The order is fixed, so that checkpoints of one model have equal metadata.
     found = {name for unit in units for name in unit.layout.schema.arrays}
     return tuple(name for name in ARRAYS if name in found)
 
 
 def list_tensors(layout: Layout, name: str) -> tuple[TensorSlice, ...]:
-    """Return the tensors of a unit that lie in arrays of a group: frozen ones have no moments, and a base has none."""
-    # Units of one model may have different optimizers, as with Muon, and so different groups of arrays.
+    """Return the tensors of a unit in a group. Frozen ones have no moments, and a frozen base has no arrays."""
+    # Units of one model may have different optimizers, as with Muon, and so different groups.
     if name not in layout.schema.arrays:
         return ()
     has_frozen = name == MASTERS and not layout.has_base
@@ -89,12 +89,12 @@ def list_tensors(layout: Layout, name: str) -> tuple[TensorSlice, ...]:
 
 
 def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters that a checkpoint has by name: frozen ones too, unless they are a base."""
+    """Return the shapes of all parameters in a checkpoint by name. A frozen base is left out."""
     return {parameter: shape for (name, parameter), shape in list_arrays(units).items() if name == MASTERS}
 
 
 def check_room(folder: Path, units: Sequence[Unit]) -> None:
-    """Refuse to begin a checkpoint for which there is no room; the module `room` asks for a whole run's room.
+    """Refuse to begin a checkpoint without room for it; the module `room` checks the room for a whole run.
 
     Raises:
         CapacityError: there is less room.
@@ -106,20 +106,20 @@ def check_room(folder: Path, units: Sequence[Unit]) -> None:
 
 
 def prune(folder: Path, num_kept: int, best_step: int | None = None) -> None:
-    """Remove all whole checkpoints but the last num_kept, at least 1, and that of the best step; see `remove`."""
-    # The oldest goes first, so that whatever is left after a kill are the newest.
+    """Remove all checkpoints but the last `num_kept`, at least 1, and that of the best step; see `remove`."""
+    # The oldest goes first, so that a kill leaves the newest.
     for path in checkpoints(folder)[:-num_kept]:
         if parse_step(path) != best_step:
             remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. If a link stands in its place, the link goes, and what it leads to stays.
+    """Remove a checkpoint. If its name is a link, the link is removed, and its target stays.
 
     Raises:
-        TransferError: it cannot be removed. It is whole, or no longer among the whole ones.
+        TransferError: it cannot be removed. Then it is still whole, or has a hidden name.
     """
-    # Renamed first: a process that is killed on the way leaves nothing that looks whole.
+    # It is renamed first, so that a kill leaves nothing that looks whole.
     hidden = path.with_name(f".{path.name}{REMOVING}")
     with _removing(path):
         path.rename(hidden)
@@ -127,10 +127,10 @@ def remove(path: Path) -> None:
 
 
 def settle_replaced(folder: Path) -> None:
-    """Finish switches of checkpoints in a folder that a kill has cut short; see `durable.restore_replaced`.
+    """Finish replacements of checkpoints that a kill has cut short; see `durable.restore_replaced`.
 
     Raises:
-        TransferError: the drive does not let it.
+        TransferError: the drive refuses.
     """
     for path in folder.glob(f".step-*{REPLACED_SUFFIX}"):
         name = path.name.removeprefix(".").removesuffix(REPLACED_SUFFIX)
@@ -138,12 +138,12 @@ def settle_replaced(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what was begun in a folder and not finished: our hidden names, nothing else.
+    """Remove unfinished and half-removed checkpoints from a folder, by their hidden names.
 
     Raises:
         TransferError: one cannot be removed.
     """
-    # By the whole name and not by its end: a folder of checkpoints is a user's, who may hide files of any name there.
+    # The whole name is compared, because users may have hidden files of their own there.
     for path in folder.iterdir() if folder.is_dir() else ():
         if HIDDEN_NAME.fullmatch(path.name):
             with _removing(path):
@@ -151,7 +151,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return everything that a checkpoint holds besides its arrays.
+    """Return the state in a checkpoint without its arrays.
 
     Raises:
         CheckpointError: it is no checkpoint of ours, or damaged.
@@ -161,9 +161,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def is_bound(path: Path) -> bool:
-    """Return whether each chunk is compared with what was written at its place.
+    """Return whether a checkpoint has a manifest, by which exchanged chunks are found.
 
-    Checkpoints of older versions have no manifest to compare with.
+    Checkpoints of older versions have none.
 
     Raises:
         CheckpointError: see `read_state`.
@@ -173,7 +173,7 @@ def is_bound(path: Path) -> bool:
 
 
 UNBOUND = "{} was written by an older version: damage of a chunk is found, but not one that took another's place"
-"""The warning of a run or an export that reads a checkpoint without a manifest."""
+"""The warning if a checkpoint has no manifest."""
 
 
 def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
@@ -191,8 +191,8 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
             "version that wrote it."
         )
 
-    # The arrays' groups say too that there is a manifest. If they do and this file does not, it is that of an older
-    # checkpoint, which a lost or misdirected write has left here.
+    # The groups of the arrays note the format too. If theirs is newer than that of this file, a lost or misdirected
+    # write has left the file of an older checkpoint here.
     manifest = None
     state = found.get("state")
     digested: Any = state
@@ -205,21 +205,21 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
     if not isinstance(state, dict) or found.get("digest") != digest_of(digested):
         raise DamagedCheckpointError(str(file), "is damaged: its digest is not that of its state")
 
-    # A checkpoint that is not whole yet has a hidden name, which says no step.
+    # An unfinished checkpoint has a hidden name, which has no step to compare.
     if manifest is not None and CHECKPOINT_NAME.fullmatch(path.name) and manifest.step != parse_step(path):
         raise DamagedCheckpointError(str(file), f"is of another checkpoint: that of step {manifest.step}")
     return state, manifest
 
 
 def check_parameters(path: Path, units: Sequence[Unit]) -> None:
-    """Refuse a checkpoint whose parameters are not those of a model, by their names.
+    """Refuse a checkpoint whose parameters have other names than those of a model.
 
     Args:
-        path: the checkpoint. Those of older versions do not say which they have.
+        path: the checkpoint. Older versions did not list their parameters, and are not checked.
         units: all units of the model, whole.
 
     Raises:
-        CheckpointError: one of them has a parameter that the other lacks.
+        CheckpointError: the checkpoint or the model has a parameter that the other lacks.
     """
     _, manifest = _read_root(path)
     if manifest is None:
@@ -237,14 +237,14 @@ def check_parameters(path: Path, units: Sequence[Unit]) -> None:
 
 
 def open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> dict[tuple[str, str], StoredArray]:
-    """Return arrays that are about to be read, by group and parameter, with the checksums of their chunks.
+    """Return arrays by group and parameter, with the checksums of their chunks. No chunk is read yet.
 
     Args:
         path: the checkpoint.
-        shapes: the arrays by group and parameter, with the shapes that the model has.
+        shapes: shapes of the model's arrays by group and parameter.
 
     Raises:
-        CheckpointError: the metadata is not that of this model or of this checkpoint.
+        CheckpointError: the metadata does not belong to this model or this checkpoint.
     """
     root = path.resolve()
     _, manifest = _read_root(path)
@@ -252,10 +252,10 @@ def open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> d
     if manifest is None:
         return {place: StoredArray(root.joinpath(*place), grid) for place, grid in grids.items()}
 
-    # Files that nobody wrote there are refused too: an array of another checkpoint could be among them.
+    # Unknown files are refused as well, since one may be an array of another checkpoint.
     manifest.check_folder(root, "", (METADATA_FILE,))
     for name in ARRAYS:
-        # Masters are in every checkpoint. Moments are those of its optimizer.
+        # Every checkpoint has masters. Its moments depend on the optimizer.
         if name == MASTERS or name in manifest.checksums:
             manifest.check_metadata(root, name)
             manifest.check_folder(root, name, (METADATA_FILE,))
@@ -271,11 +271,11 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
     """Open the master weights of a checkpoint.
 
     Yields:
-        A function that reads elements [start, stop) of a unit: fp32 on the CPU, with 0 for padding. Asked in the order
-        of a unit's elements it reads each chunk once.
+        A function that reads elements [start, stop) of a unit: fp32 on the CPU, with 0 for padding. If elements are
+        read in order, each chunk is read once.
 
     Raises:
-        CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
+        CheckpointError: the arrays are damaged, or do not belong to this model or checkpoint.
         TransferError: the drive failed.
     """
     check_parameters(path, units)
@@ -285,7 +285,7 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
         readers = {name: ArrayReader(files, array) for (_, name), array in arrays.items()}
 
         def read(unit: Unit, start: int, stop: int) -> Tensor:
-            # Between tensors of a layout there is padding, which no array holds.
+            # The padding between tensors is in no array.
             values = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
             for tensor in unit.layout.tensors:
                 lower = max(start, tensor.start)

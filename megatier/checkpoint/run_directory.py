@@ -1,7 +1,7 @@
-"""The run directory: it holds one run, which has it under a lock, with the resolved config and all that the run leaves.
+"""The run directory holds one run: its resolved config, and everything that the run writes. A lock protects it.
 
-A new run that was refused before its first step leaves nothing, so the same command works once the cause is gone. A run
-that is resumed finds everything as it was, whole or marked as not whole.
+A new run that is refused before its first step leaves nothing, so the same command works once the cause is gone. A run
+that is resumed finds every file whole, or marked as unfinished.
 """
 
 from __future__ import annotations
@@ -34,38 +34,36 @@ MODEL_FOLDER = "model"
 DATA_FOLDER = "data"
 CHECKPOINT_FOLDER = "checkpoints"
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
-"""Name of a whole checkpoint. Eight digits or more, so that names sort as steps do up to a hundred million of them."""
+"""Name of a whole checkpoint. Eight digits or more sort like numbers up to a hundred million steps."""
 SAVEPOINT_FOLDER = "savepoints"
 TENSORBOARD_FOLDER = "tensorboard"
 NUMBERS_FILE = "numbers.json"
 RUN_ID_FILE = "run-id"
-"""File with twelve random hexadecimal digits, and the number of the directory's inode: a copy of the directory is
-another run."""
+"""File with twelve random hexadecimal digits and the directory's inode, which tells the directory from a copy."""
 
 
 class RunDirectory:
-    """A directory that holds one run. Use it as a context; the lock goes at its end, and the files stay.
+    """A directory that holds one run. Use it as a context, which releases the lock at its end; the files stay.
 
     Attributes:
         path: the directory.
     """
 
     def __init__(self, config: RunConfig, *, resumes: bool = False) -> None:
-        """Create and lock it, and write the resolved config; or lock the one of a run that is resumed.
+        """Create and lock the directory, and write the resolved config; or lock that of a run that is resumed.
 
         Args:
             config: the run, with its directory.
-            resumes: whether the run is there already.
+            resumes: whether the run is resumed.
 
         Raises:
-            ConfigError: it cannot be written, or holds a run already; or it holds none to go on with.
-            RunLockedError: a run is going on in it.
+            ConfigError: the directory cannot be written; or a new run finds a run in it; or a resume finds none.
+            RunLockedError: a run is under way in it.
         """
         self.path = Path(config.output.directory)
         self._resumes = resumes
 
-        # Asked before the lock makes the directory: only one that this run has made is removed with it. A user's empty
-        # directory stays.
+        # The lock creates the directory, so this comes first. Only a directory that this run has made is removed again.
         self._is_new = not self.path.exists()
         if resumes:
             check_is_run(self.path)
@@ -94,19 +92,19 @@ class RunDirectory:
         Raises:
             ConfigError: a run is there already, or the config cannot be written.
         """
-        # Refused here, where nothing is written yet: records and weights of another run would be mixed with this one's.
+        # Otherwise records and weights of another run would be mixed with those of this one.
         _refuse_run(self.path)
         self.write_config(config)
 
     @property
     def run_id(self) -> str:
-        """The name of the run's block files, which is the same whenever it is resumed.
+        """The name of the run's block files, which stays when the run is resumed.
 
-        So a run that is resumed takes over the block files that a kill has left. The name is random, so that nobody can
-        put a directory of this name on a mount before the run does.
+        So a run that is resumed reuses block files that a kill has left. The name is random, so that nobody can create
+        this directory on a mount before the run does.
 
         Raises:
-            ConfigError: it cannot be read or written.
+            ConfigError: the name cannot be read or written.
         """
         if (noted := read_run_id(self.path)) is not None:
             return noted
@@ -123,7 +121,7 @@ class RunDirectory:
         self._write(CONFIG_FILE, dump(to_dict(config)))
 
     def _write(self, name: str, text: str) -> None:
-        """Put a file in its place, whole or not at all.
+        """Replace a file, whole or not at all.
 
         Raises:
             ConfigError: it cannot be written.
@@ -142,7 +140,7 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A drive that is gone or read-only keeps these files and the lock's. The error that ended the run says so.
+        # On a drive that is gone or read-only these files stay. The error that ended the run says so.
         with contextlib.suppress(OSError):
             has_begun = self._resumes or (self.path / METRICS_FILE).exists()
             if error is not None and not has_begun:
@@ -150,26 +148,26 @@ class RunDirectory:
         self._unlock()
 
     def _remove_partial_exports(self) -> None:
-        """Remove what exports have left that were killed. This process holds the lock, so nobody writes there now."""
-        # What cannot be removed stays: its hidden name is in nobody's way.
+        """Remove the leftovers of killed exports. This process holds the lock, so nobody is writing them."""
+        # Folders that cannot be removed do no harm, since their names are hidden.
         for path in self.path.glob(f".{MODEL_FOLDER}.*.partial"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _remove_traces(self) -> None:
-        """Remove what this run wrote. It refused to begin in a directory that had any of it."""
+        """Remove the files of this run. None was there before, since a run refuses such a directory."""
         own = [self.path / name for name in (CONFIG_FILE, NUMBERS_FILE, RUN_ID_FILE)]
         data = self.path / DATA_FOLDER
         for path in (*own, *data.glob("*tokens*")):
             path.unlink(missing_ok=True)
 
-        # The folder is missing, or stays because somebody put a file of theirs inside.
+        # The folder may be missing, or hold a file of the user.
         with contextlib.suppress(OSError):
             data.rmdir()
 
     def _unlock(self) -> None:
-        """Remove the lock's file and give the lock back, and remove the directory if it is new and empty."""
+        """Remove the lock file, release the lock, and remove the directory if it is new and empty."""
         with contextlib.suppress(OSError):
-            # Removed while this process holds it. Later it might be the lock of the next run.
+            # The file is removed while the lock is held. Later it might be that of the next run.
             (self.path / LOCK_FILE).unlink(missing_ok=True)
             if self._is_new:
                 self.path.rmdir()  # refused if it holds anything
@@ -177,10 +175,10 @@ class RunDirectory:
 
 
 def read_run_id(path: Path) -> str | None:
-    """Return the name of a run's block files (`RunDirectory.run_id`); None: none is noted for this directory.
+    """Return the name of a run's block files (`RunDirectory.run_id`); None: this directory has none.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the name cannot be read.
     """
     file = path / RUN_ID_FILE
     try:
@@ -191,21 +189,20 @@ def read_run_id(path: Path) -> str | None:
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}.") from error
 
-    # A copy of the directory has another inode. It must not take over the block files of the run that it was copied
-    # from.
+    # A copy of the directory has another inode. It may not reuse the block files of the original.
     noted = re.fullmatch(rb"([0-9a-f]{12}) (\d{1,20})\n", text)
     return noted[1].decode() if noted is not None and int(noted[2]) == inode else None
 
 
 def check_is_free(path: Path) -> None:
-    """Refuse a directory in which a new run cannot begin. Nothing is written there.
+    """Refuse a directory in which a new run cannot begin. This writes nothing.
 
     Raises:
-        ConfigError: it, or what it should lie in, is a file; or it holds a run already.
+        ConfigError: the directory or one above it is a file, or it holds a run already.
     """
     _refuse_files(path)
 
-    # Of a run that goes on there the lock says so, and it must not be moved away.
+    # If a run is under way there, the lock refuses a new one, with a better message.
     if not (path / LOCK_FILE).exists() or is_abandoned(path):
         _refuse_run(path)
 
@@ -214,7 +211,7 @@ def check_is_run(path: Path) -> None:
     """Refuse a directory that holds no run.
 
     Raises:
-        ConfigError: says whether the directory is there.
+        ConfigError: there is no run, or no directory.
     """
     if not path.exists():
         raise ConfigError(f"there is no directory {path}. Give the output.directory of a run.")
@@ -229,12 +226,12 @@ def check_can_resume(path: Path, config: RunConfig) -> None:
 
     Args:
         path: the run directory.
-        config: the run, as it is to go on.
+        config: the run as it is to be resumed.
 
     Raises:
-        ConfigError: the trained model is there already, no step is left to do, or steps would be counted anew.
+        ConfigError: the trained model is there already, no step is left, or epochs would be counted again.
     """
-    # Savepoints are named as checkpoints are, and whichever is newer is gone on from.
+    # Savepoints have the names of checkpoints, and a run is resumed from whichever is newer.
     saved = [last_checkpoint(path / folder) for folder in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER)]
     step = max((parse_step(each) for each in saved if each is not None), default=None)
 
@@ -255,7 +252,7 @@ def check_can_resume(path: Path, config: RunConfig) -> None:
             "out, or set train.steps instead."
         )
 
-    # A run whose steps are done may still have its export to do.
+    # If all steps are done, the export may still be missing.
     steps = config.train.steps
     if step > steps or (step == steps and not config.output.export):
         raise ConfigError(
@@ -265,10 +262,10 @@ def check_can_resume(path: Path, config: RunConfig) -> None:
 
 
 def _refuse_files(path: Path) -> None:
-    """Refuse a directory if it, or what it should lie in, is no directory.
+    """Refuse a directory if it or one above it is a file.
 
     Raises:
-        ConfigError: names the file.
+        ConfigError: it is. The message names the file.
     """
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):  # what may not be looked at is refused when it is opened
@@ -284,13 +281,13 @@ def _refuse_run(path: Path) -> None:
     """Refuse a directory that holds a run.
 
     Raises:
-        ConfigError: names what is there.
+        ConfigError: it does. The message names what is there.
     """
     folders = (MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, TENSORBOARD_FOLDER)
     names = (CONFIG_FILE, METRICS_FILE, *folders)
     taken = [name for name in names if (path / name).exists()]
 
-    # Nobody but its owner knows what an empty folder is for, so it stays.
+    # Only its owner knows what an empty folder is for, so it is not removed.
     if taken and all(_is_empty_folder(path / name) for name in taken):
         raise ConfigError(
             f"{path} holds a folder that a run would write to ({', '.join(taken)}). It is empty: remove it (rmdir), or "
@@ -314,7 +311,7 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return the whole checkpoints in a folder, oldest first.
 
     Raises:
-        CheckpointError: a file, or a link that leads nowhere, is in its place. A run would begin again without a word.
+        CheckpointError: a file or a broken link is in its place, so that a run would silently begin anew.
     """
     if not folder.is_dir():
         if folder.is_symlink() or folder.exists():
@@ -322,7 +319,7 @@ def checkpoints(folder: Path) -> list[Path]:
             raise CheckpointError(f"{folder} is {what}. Bring back what was there, or move it away.")
         return []
 
-    # Anything else in the folder is somebody else's. By step, since names of more digits do not sort as numbers do.
+    # Anything else in the folder belongs to somebody else. Long names do not sort like numbers, so steps are compared.
     whole = [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)]
     return sorted(whole, key=parse_step)
 

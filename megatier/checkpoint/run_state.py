@@ -38,10 +38,9 @@ FREE_SETTINGS = (
     "train.stall_timeout",
     "numerics.max_skips",
 )
-"""Settings in other sections that change no number of the steps to come."""
+"""Settings outside of free sections that change no number of later steps."""
 MODEL_PATH = "model.path"
-"""The setting that says where the model lies. It changes no number if all that is read there is compared by itself, as
-a part of the origin."""
+"""The setting with the path of the model. It may change, because the model's files are compared in the origin."""
 ADDED = {
     "train.moments": "fp32",
     "train.optimizer": "adamw",
@@ -49,31 +48,31 @@ ADDED = {
     "numerics.products": "bf16",
     "numerics.products_except": [],
 }
-"""Settings that change numbers and that older versions did not have, with what these did."""
+"""Settings that change numbers and that older versions lacked, with the values that those versions used."""
 WIDTH_SETTINGS = ("model.compute_dtype", "train.moments", "train.optimizer")
-"""Settings that decide which kinds there are, and how many bytes an element of them has."""
+"""Settings that decide the kinds of state and the bytes of their elements."""
 KEPT = "train.optimizer"
-"""The setting that may not change: the state of another optimizer is not in the checkpoint."""
+"""The setting that may never change, because a checkpoint has the state of one optimizer."""
 STATE_FIELDS = {"step": int, "config": dict, "environment": dict, "text": dict, "origin": dict}
-"""The types of `RunState`, as JSON has them."""
+"""The fields of `RunState` in JSON, with their types."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """A run after a step, but for its arrays."""
+    """The state of a run after a step, without its arrays."""
 
     step: int
     """The last step."""
     config: dict[str, Any]
-    """The config, as `config.file.to_dict` gives it."""
+    """The config, from `config.file.to_dict`."""
     environment: dict[str, Any]
-    """Libraries and devices, whose kernels decide bits."""
+    """Libraries and devices, since their kernels decide bits."""
     text: dict[str, Any]
     """The position in the text: `PackedText.state` or `TextStream.state`."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """Model and tokenizer, as `origin.read_origin` gives them; empty in checkpoints of older versions."""
+    """What identifies model and tokenizer (`origin.read_origin`); empty in checkpoints of older versions."""
     tiles: Mapping[str, Decision] = field(default_factory=dict)
-    """Which modules run in tiles of tokens, as `UnitModel.tiles` gives it; empty in checkpoints of older versions."""
+    """Which modules run in tiles of tokens (`UnitModel.tiles`); empty in checkpoints of older versions."""
     best: Best = field(default_factory=Best)
     """The held-out losses so far; none in checkpoints of older versions."""
 
@@ -118,7 +117,7 @@ class RunState:
         """
         stored = {"origin": {}, **stored}
 
-        # By type and not by isinstance, because True is no number of a step.
+        # `isinstance` would accept True as the number of a step.
         for name, kind in STATE_FIELDS.items():
             value = stored.get(name)
             if type(value) is not kind:

@@ -1,22 +1,21 @@
-"""Savepoints: a run's state kept where it lies on NVMe, with a folder for what lies in RAM or on the GPU.
+"""Savepoints: state on NVMe is kept where it lies, and state in RAM or on the GPU is written to a folder.
 
     step-00000100/
-        manifest.json            what is no array, and for each rank: which generation of each unit is kept, where
-                                 blocks lie, and the checksum of each file of its folder by its place; with a digest
-        rank-0/state/<block>/    blocks at home in RAM or on the GPU, as they are
-        rank-0/checksums/        of every granule that is kept on NVMe, block after block
+        manifest.json            the state that is no array, and for each rank: the kept generation of each unit, a
+                                 digest of where blocks lie, and the checksums of the files in its folder; with a digest
+        rank-0/state/<block>/    raw blocks that are at home in RAM or on the GPU
+        rank-0/checksums/        checksums of every granule that is kept on NVMe, block after block
         rank-1/...
 
-A savepoint belongs to one run on its tiers and drives, with its number of ranks; the portable copy is a checkpoint.
-State that spills is not written again, because the updates after a savepoint write another generation
-(`Generations.advance`). Block files then outlive the process.
+A savepoint belongs to one run with its tiers, drives and number of ranks. A checkpoint is the portable copy. Spilled
+state is not written again, because updates after a savepoint write another generation (`Generations.advance`), and the
+block files outlive the process.
 
-Files are chunk files (`checkpoint.chunkfile`): raw words, each file with its CRC32C. They lie in the run directory, not
-on the mounts, so that one rename decides: the first rank gives the folder its name when all of it, and the block files
-of all ranks, are on the drives. The savepoint before is dropped after that, and only updates after that overwrite its
-generation.
+Files are chunk files (`checkpoint.chunkfile`): raw words, each file with its CRC32C. They lie in the run directory and
+not on the mounts, so that one rename completes a savepoint: the first rank renames the folder when all files, and the
+block files of all ranks, are on the drives. Only then is the savepoint before dropped, and its generation overwritten.
 
-Nothing is unpickled, and the manifest leads nowhere: where blocks lie is compared with what the run has placed.
+Nothing is unpickled, and no path is read from the manifest. The places of blocks are compared with the run's placement.
 """
 
 from __future__ import annotations
@@ -62,30 +61,30 @@ from megatier.session.session import Session
 SAVEPOINT_FORMAT = 3
 """The format that is written."""
 UNBOUND_SAVEPOINT = 1
-"""The format of versions that wrote no checksums of files."""
+"""The format of older versions, without checksums of files."""
 MANIFEST_FILE = "manifest.json"
 UNBOUND_PART = {"placement": str, "generations": dict}
 PART_FIELDS = {**UNBOUND_PART, "manifest": dict}
-"""The fields of what a rank has, with their types."""
+"""The fields of a rank's part, with their types."""
 SAVEPOINT_FIELDS: dict[int, dict[str, type]] = {
     SAVEPOINT_FORMAT: {"state": dict, "hosts": int, "parts": list},
     2: {"state": dict, **PART_FIELDS},
     UNBOUND_SAVEPOINT: {"state": dict, **UNBOUND_PART},
 }
-"""The fields of a manifest by its format, without those that all formats have. In older ones the part of the only
-process stands beside the state."""
+"""The fields of a manifest by format, without those that all formats share. Older formats have the fields of the only
+process beside the state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPart:
-    """The part of a savepoint that one rank has."""
+    """The part of a savepoint that belongs to one rank."""
 
     folder: str
-    """Its folder in that of the savepoint; empty if an older version wrote it."""
+    """Its folder inside the savepoint; empty if an older version wrote it."""
     placement: str
     """A digest of where its blocks lie (`savepoint_blocks.fingerprint`)."""
     generations: dict[str, int]
-    """The place on NVMe that is kept, of each unit that spills."""
+    """The kept place on NVMe of each spilled unit."""
     manifest: Manifest | None
     """Checksums of the folder's files; None if an older version wrote it."""
 
@@ -97,17 +96,17 @@ class Savepoint:
     path: Path
     """The folder of the savepoint."""
     before: str
-    """The checkpoint, or the start, from which the run goes on without it; for messages."""
+    """What the run would be resumed from without this savepoint; for messages."""
     state: RunState
-    """The state of the run that is no array."""
+    """The state of the run without its arrays."""
     hosts: int
     """The number of hosts whose ranks made it."""
     parts: tuple[RankPart, ...]
-    """The part of each rank, in their order."""
+    """The parts, in the order of the ranks."""
 
     @classmethod
     def last(cls, run: Path) -> Self | None:
-        """Return the savepoint of a run; None if there is none, or a checkpoint is as new.
+        """Return the savepoint of a run; None if there is none that is newer than the last checkpoint.
 
         Args:
             run: the run directory.
@@ -115,7 +114,7 @@ class Savepoint:
         Raises:
             SavepointError: it is damaged.
         """
-        # Savepoints are named as checkpoints are. One that is not newer than the last checkpoint has nothing to add.
+        # Savepoints have the names of checkpoints.
         path = last_checkpoint(run / SAVEPOINT_FOLDER)
         checkpoint = last_checkpoint(run / CHECKPOINT_FOLDER)
         if path is None:
@@ -129,13 +128,13 @@ class Savepoint:
         return cls(path=path, before=before, state=state, hosts=hosts, parts=tuple(parts))
 
     def check_ranks(self, ranks: Ranks | None) -> None:
-        """Refuse another number of ranks or hosts than those that made it.
+        """Refuse a number of ranks or hosts that differs from the savepoint's.
 
         Raises:
-            SavepointError: names both.
+            SavepointError: it differs. The message names both.
         """
-        # A part is the raw blocks of one shard, which is of no use to another number of ranks. On other hosts the
-        # block files of a rank would lie on drives that it does not see.
+        # A part has the raw blocks of one shard, which other numbers of ranks cannot use. On another host a rank may
+        # not see the drives of its block files.
         all_ranks = ranks or SingleRank()
         made = f"ranks: {len(self.parts)}, hosts: {self.hosts}"
         found = f"ranks: {all_ranks.size}, hosts: {_num_hosts(all_ranks)}"
@@ -144,20 +143,19 @@ class Savepoint:
             raise SavepointError(str(self.path), reason, self.before)
 
     def check(self, session: Session, config: RunConfig) -> None:
-        """Allocate what the session planned, with the block files that were kept. All ranks call it, as `restore`.
+        """Allocate the memory of a session, and reuse the kept block files. All ranks have to call it.
 
         Args:
-            session: planned, and not sealed yet.
+            session: opened, and not sealed yet.
             config: the run, for the message.
 
         Raises:
-            SavepointError: blocks would lie elsewhere than they lay, or a file is missing.
+            SavepointError: the placement of blocks has changed, or a file is missing.
         """
         all_ranks = session.all_ranks
         part = self.parts[all_ranks.rank]
 
-        # The manifest says only what to compare with. Where bytes are read and written follows from this run's
-        # placement.
+        # The manifest is only compared. Bytes are read and written where this run has placed them.
         with all_ranks.failing_together():
             if not _fits(part, session):
                 changes = "; ".join(self.state.changes_of_blocks(config)) or "by other settings, or rates of the drives"
@@ -168,16 +166,16 @@ class Savepoint:
                 session.seal()
 
     def restore(self, session: Session) -> None:
-        """Fill the whole state of a run, and compare every byte that was kept with its checksum.
+        """Fill the whole state of a run, and verify every kept byte. All ranks have to call it.
 
         Raises:
-            SavepointError: something is damaged, or a drive failed.
+            SavepointError: the savepoint is damaged, or a drive failed.
         """
         all_ranks = session.all_ranks
         part = self.parts[all_ranks.rank]
         blocks = session.blocks
 
-        # Set before anything is read, because the blocks' keys depend on it; kept, so that no update overwrites it.
+        # This comes before any read, because the keys of blocks depend on it. `keep` protects it from updates.
         for unit, place in part.generations.items():
             blocks.generations.valid[unit] = Generation(nvme=place)
         blocks.generations.keep()
@@ -186,8 +184,8 @@ class Savepoint:
             read_blocks(session, self.path.resolve() / part.folder, part.manifest)
             verify_spilled(session)
 
-            # Checksums are known of the generation that was kept alone. No update writes frozen weights, so they are
-            # copied to the other generations before these are read.
+            # Only the kept generation has checksums. Updates do not write frozen weights, so these are copied to the
+            # other generations.
             for unit in session.placement.spilled:
                 blocks.share_frozen(unit)
 
@@ -195,10 +193,10 @@ class Savepoint:
 
 
 def _fits(part: RankPart, session: Session) -> bool:
-    """Return whether the blocks of a part lie where those of a session will."""
+    """Return whether a session places its blocks where those of a part lie."""
     placement = session.placement
     for place in part.generations.values():
-        # By type, because True is an int for Python.
+        # The type is compared, because True is an int in Python.
         if type(place) is not int or not 0 <= place < placement.generations:
             return False
     has_same_units = part.generations.keys() == set(placement.spilled)
@@ -206,38 +204,38 @@ def _fits(part: RankPart, session: Session) -> bool:
 
 
 def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str, Any]) -> int:
-    """Make a savepoint of a step whose updates are done, and drop the one before. All ranks call it.
+    """Make a savepoint after all updates of a step, and drop the one before. All ranks have to call it.
 
     Args:
         session: the run, after `player.drain`.
         folder: the folder of the run's savepoints.
         step: the last step.
-        state: everything that is no array, as plain JSON.
+        state: everything besides the arrays, as plain JSON.
 
     Returns:
-        The bytes that all ranks wrote: what does not lie on NVMe, and the checksums of what does.
+        The bytes that all ranks wrote: the state that is not on NVMe, and the checksums of the rest.
 
     Raises:
-        TransferError: writing failed on a rank. What was written is removed, and the savepoint before is whole.
+        TransferError: a rank could not write. The unfinished savepoint is removed, and the one before stays whole.
     """
-    # Also after an interrupt: block files that are marked as kept would stay on the drives, and no run would take them.
+    # After an interrupt too, block files that are marked as kept would stay on the drives with no use.
     try:
         num_bytes = _write(session, step_path(folder, step), step, state)
     except BaseException as error:
         _free_files(session, folder, error)
         raise
 
-    # Only now: until the new one is whole, the run may have to go on from the generation that the one before keeps.
+    # Until the new savepoint is whole, the run may need the generation that the one before keeps.
     session.blocks.generations.keep()
     session.all_ranks.broadcast(lambda: prune(folder, 1))
     return num_bytes
 
 
 def _write(session: Session, target: Path, step: int, state: Mapping[str, Any]) -> int:
-    """Write a savepoint whole, or leave nothing of it. The first rank gives it its name when all have written."""
+    """Write a savepoint, or remove it after an error. The first rank renames it when all ranks have written."""
     all_ranks = session.all_ranks
     partial = target.with_name(f".{target.name}{WRITING}")
-    # The regions lie inside each other as in `CheckpointWriter._finish`, and for the same reasons.
+    # The regions are nested as in `CheckpointWriter._finish`, for the same reasons.
     named = committing(partial, target, "a savepoint") if all_ranks.rank == 0 else contextlib.nullcontext()
     with all_ranks.failing_together(), named:
         all_ranks.broadcast(lambda: _make_folder(partial))
@@ -250,26 +248,26 @@ def _write(session: Session, target: Path, step: int, state: Mapping[str, Any]) 
                 parts = [part for _, part in written]
                 _write_manifest(partial / MANIFEST_FILE, state, _num_hosts(all_ranks), parts)
 
-            # Before the folder gets its name: a savepoint whose block files go with the process would be lost.
+            # This comes before the rename, since a savepoint is lost if its block files are removed with the process.
             _keep_files(session, True)
     return sum(num_bytes for num_bytes, _ in written)
 
 
 def _make_folder(partial: Path) -> None:
-    # A kill may have left a folder of the same hidden name.
+    # A kill may have left a folder with the same hidden name.
     partial.parent.mkdir(mode=0o700, exist_ok=True)
     remove_leftovers(partial.parent)
     partial.mkdir(mode=0o700)
 
 
 def _write_part(session: Session, partial: Path, step: int) -> tuple[int, dict[str, Any]]:
-    """Write what this rank has of a savepoint, and return the bytes, and the part as the manifest has it."""
+    """Write the part of this rank, and return its bytes and its entry in the manifest."""
     all_ranks = session.all_ranks
     folder = partial / _folder_of(all_ranks.rank)
     folder.mkdir(mode=0o700)
     num_bytes, checksums = write_blocks(session, folder)
 
-    # The first rank synchronises its host's files when it gives the folder its name.
+    # The first rank synchronises the files of its host at the rename.
     if all_ranks.rank != 0:
         sync_tree(folder)
     valid = session.blocks.generations.valid
@@ -279,10 +277,10 @@ def _write_part(session: Session, partial: Path, step: int) -> tuple[int, dict[s
 
 
 def _free_files(session: Session, folder: Path, error: BaseException) -> None:
-    """Let the block files go with the run after a savepoint could not be made, unless there is one that needs them.
+    """Unmark the block files after a savepoint could not be made, unless an older savepoint needs them.
 
-    They stay as they are if the ranks cannot agree on that. One that fell away may have been the first, after it gave
-    the savepoint its name; one that an interrupt ends leaves the others in the midst of it.
+    If the ranks cannot agree on that, the files stay marked. A rank that is gone may have been the first one, after the
+    rename, and a rank that an interrupt ends leaves the others inside the savepoint.
     """
     all_ranks = session.all_ranks
     if all_ranks.size > 1 and not isinstance(error, Exception):
@@ -293,12 +291,12 @@ def _free_files(session: Session, folder: Path, error: BaseException) -> None:
 
 
 def drop_savepoint(session: Session, folder: Path) -> None:
-    """Give up a run's savepoint, if it has one. The block files go with the run from now on.
+    """Remove a run's savepoint, if it has one. From now on the block files are removed with the run.
 
     Raises:
         TransferError: it cannot be removed.
     """
-    # In this order: files that go with the run while there is a savepoint would leave one that nobody can go on from.
+    # The order matters: a savepoint without its block files would be useless.
     session.all_ranks.broadcast(lambda: remove_savepoints(folder))
     session.blocks.generations.release()
     _keep_files(session, False)
@@ -314,18 +312,18 @@ def remove_savepoints(folder: Path) -> None:
     for path in checkpoints(folder):
         remove(path)
 
-    # Refused if a user has put something there.
+    # This fails if a user has put something there.
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 def check_savepoint_room(session: Session, folder: Path) -> None:
-    """Refuse a run whose drive has no room for a savepoint of all ranks while the one before is still there.
+    """Refuse a run whose drive has no room for a second savepoint beside the first one.
 
     Raises:
         CapacityError: there is less room.
     """
-    # The one before is removed only when the next one is whole, so a run without any needs room for two.
+    # A savepoint is removed only when the next one is whole, so a run without any needs room for two.
     all_ranks = session.all_ranks
     num_savepoints = 1 if checkpoints(folder) else 2
     needed = num_savepoints * all_ranks.size * resident_bytes(session)
