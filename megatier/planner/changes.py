@@ -1,4 +1,7 @@
-"""What would make a step faster: single changes, each tried alone; and N*, from which on compute hides the rest."""
+"""Finds what would make a step faster: single changes, each tried alone.
+
+It also finds N*, the number of tokens a step from which compute hides everything else.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,23 @@ from megatier.planner.trial import Trial
 from megatier.schedule.placement import Placement
 
 HIDDEN_RATIO = 1.05
-"""A step counts as bound by compute while it takes at most this many times as long as compute."""
+"""A step counts as bound by compute if it takes at most this many times as long as compute alone."""
 TIMES_MAX = 4096
-"""Most times the present tokens that are tried for N*."""
+"""N* is searched up to this multiple of the present tokens."""
 HALVINGS = 4
-"""The times that the last doubling is halved, which narrows N* down to 3 %."""
+"""Bisections of the last doubling, which give N* within 3 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A single change to the run, and what it would do."""
+    """A single change of the run, and its effect."""
 
     what: str
     """The change in words."""
     tokens_per_s: float
     """Tokens a second with the change."""
     gain: float
-    """Tokens a second with the change over those of the plan, less 1."""
+    """Relative gain in tokens a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +42,21 @@ class _Variant:
     """The change in words."""
     trial: Trial
     times: int = 1
-    """How many times the tokens a step has."""
+    """The tokens of a step, as a multiple of those before."""
 
 
 def find_hidden_tokens(trial: Trial, placement: Placement, tokens: int) -> int | None:
-    """Return N*, about the fewest tokens a step that hide all but compute; None: TIMES_MAX times as many do not.
+    """Return N*, about the fewest tokens a step with which compute hides everything else.
 
-    The tokens are doubled until all is hidden, and then the last doubling is halved: more tokens never hide less.
+    More tokens never hide less, so the tokens are doubled until all is hidden, and the last doubling is bisected.
 
     Args:
         trial: the run.
-        placement: its homes and slots, which stay as they are.
+        placement: its homes and slots, which stay.
         tokens: tokens of a step now.
+
+    Returns:
+        N*; None if `TIMES_MAX` times the tokens are not enough.
     """
 
     def is_hidden(times: float) -> bool:
@@ -59,12 +65,12 @@ def find_hidden_tokens(trial: Trial, placement: Placement, tokens: int) -> int |
 
     times = 1.0
     while not is_hidden(times):
-        # Doubled, since N* may be thousands of times as many, and each try is a simulation.
+        # N* may be thousands of times as many, and each try is a simulation, so the tokens are doubled.
         times *= 2
         if times > TIMES_MAX:
             return None
 
-    # Half as many did not hide all, so N* lies between the two.
+    # Half as many tokens were too few, so N* lies between the two.
     low = times / 2
     high = times
     for _ in range(HALVINGS if times > 1 else 0):
@@ -92,10 +98,10 @@ def find_helpful_changes(
     changes = []
     for variant in _list_variants(trial, placement, train):
         try:
-            # State is placed anew, since more memory or other activations may let it lie elsewhere.
+            # State is placed again, because a change of memory or activations may move it.
             made = variant.trial.forecast(variant.trial.placed())
         except PlanError:
-            # More state would lie on the GPU, and activations do not leave room for it.
+            # There would be more state on the GPU than activations leave room for.
             continue
         rate = tokens * variant.times / made.seconds
         changes.append(Change(variant.what, rate, rate / tokens_per_s - 1))
@@ -104,7 +110,7 @@ def find_helpful_changes(
 
 
 def _list_variants(trial: Trial, placement: Placement, train: TrainConfig) -> list[_Variant]:
-    """Return the changes that are tried, whatever they do."""
+    """Return the changes to try."""
     budgets = trial.budgets
     # Budgets are whole bytes, so a quarter more is taken in whole numbers.
     more_ram = replace(budgets, ram=budgets.ram * 5 // 4)
@@ -115,7 +121,7 @@ def _list_variants(trial: Trial, placement: Placement, train: TrainConfig) -> li
         _Variant(f"twice the tokens in a group (batch {batch})", trial.with_tokens(2), 2),
         _Variant(f"twice the groups (batch {batch}, groups {groups})", trial.with_groups(2), 2),
     ]
-    # Of unified memory one of the two would have more at the cost of the other.
+    # With unified memory one of the two would only take from the other.
     if trial.rates.unified_bytes is None:
         variants += [
             _Variant("a quarter more RAM", replace(trial, budgets=more_ram)),
@@ -125,7 +131,7 @@ def _list_variants(trial: Trial, placement: Placement, train: TrainConfig) -> li
     policy = trial.work.policy
     on_cpu = any(placement.update_queue(unit) != "update_gpu" for unit in placement.grad_homes)
     if on_cpu and policy.deferred and not policy.speculates:
-        # A generation that holds, one to write into, and one that a savepoint may keep.
+        # One generation is valid, one is written, and a savepoint may keep another one.
         count = 2 + policy.savepoints
         work = replace(trial.work, policy=replace(policy, generations=count))
         what = f"updates in the backward (tiers.generations {count})"

@@ -1,8 +1,8 @@
-"""Predicts how long a step of a run takes, and corrects that by the run's own first steps.
+"""Predicts the time of a step, and corrects the prediction by the first steps of the run.
 
-Drives waver, and in some runs they do less than `megatier bench` saw before. So the first steps measure how fast the
-drives are in the run's own pattern, and the step is simulated anew with such drives. Only the prediction changes;
-placement and settings stay as they are.
+The speed of drives varies, and in some runs they are slower than `megatier bench` has measured. So the first steps
+measure the drives under the load of the run, and the step is simulated again with that speed. This changes the
+prediction alone; placement and settings stay.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from megatier.planner.search import Choice
 from megatier.trace.events import TraceEvent
 
 MEASURED_STEPS = 3
-"""Steps that are measured after the first one, which records the order of units."""
+"""Steps that are measured, after the first one, which records the order of units."""
 WORTH_SAYING = 0.05
-"""Share of a step by which a correction must differ for the user to be told."""
+"""A correction by less than this share of a step is not printed."""
 ROUNDS = 4
 """Most simulations of a correction."""
 CLOSE = 0.01
-"""Difference from the measured rate, as a share of it, at which a correction ends. Reads and writes of a step mix as
-they happen to meet, so the rate of a step follows that of the drives only roughly."""
+"""A correction ends at this relative difference from the measured rate. Reads and writes mix differently in each
+simulation, so the rate of a step follows that of the drives only roughly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """A step as planned, and as predicted from what the drives do in this run."""
+    """A step as planned, and as predicted with the drives as measured in this run."""
 
     planned_seconds: float
     """Seconds of the step as planned."""
     planned_bytes_per_s: float
-    """Bytes a second of all drives together while they are busy, in the step as planned."""
+    """Bytes a second of all busy drives together, as planned."""
     seconds: float
     """Seconds of the step as corrected."""
     measured_bytes_per_s: float
-    """Bytes a second of all drives together while they are busy, as measured in the run."""
+    """Bytes a second of all busy drives together, as measured in this run."""
 
     @property
     def is_worth_saying(self) -> bool:
-        """Whether the correction makes the step clearly longer or shorter."""
+        """Whether the correction is large enough to be printed."""
         return abs(self.seconds / self.planned_seconds - 1) > WORTH_SAYING
 
     def __str__(self) -> str:
@@ -54,34 +54,34 @@ class Correction:
 
 
 class Prediction:
-    """The planned step of a run, until its first steps correct it. Only the training thread may use it."""
+    """The predicted step of a run, which its first steps correct. Only the training thread may use it."""
 
     def __init__(self, choice: Choice) -> None:
-        """Begin with the step as planned, by the rates of the machine as `megatier bench` measured them."""
+        """Begin with the planned step, by the rates that `megatier bench` has measured."""
         self._choice = choice
         self.forecast = choice.forecast
         self.seconds_range = choice.seconds_range
-        """Shortest and longest step, as the drives waver."""
+        """Seconds of a step with drives at their fastest and slowest."""
         self._num_seen = 0
         self._rates: list[float] = []
 
     @property
     def flops_per_s(self) -> float:
-        """Floating point operations a second of large products, as `megatier bench` measured them."""
+        """FLOPs a second of large products, as `megatier bench` has measured them."""
         return self._choice.trial.rates.flops_per_s
 
     def observe(self, events: Iterable[TraceEvent]) -> Correction | None:
         """Take the events of the next step of this process.
 
-        A step in which the drives were idle, as after one that was left out, is not counted.
+        Steps in which the drives were idle do not count, such as a step after one that was left out.
 
         Returns:
-            The correction, once, when enough steps were seen. From then on the forecast is the corrected one.
+            The correction, once, after enough steps. From then on the forecast is the corrected one.
         """
-        # The first step of a process loads on demand, so its moves do not follow the pattern of the others.
+        # The first step of a process loads on demand, so its moves differ from those of later steps.
         self._num_seen += 1
 
-        # One correction is enough: the forecast is compared with all later steps, and must not follow them.
+        # There is one correction, because later steps are compared with the forecast.
         is_over = len(self._rates) == MEASURED_STEPS
         if self._num_seen == 1 or is_over or not planned_rate(self.forecast):
             return None
@@ -90,11 +90,11 @@ class Prediction:
         if len(self._rates) < MEASURED_STEPS:
             return None
 
-        # Drives waver from step to step, and a median leaves out the odd one.
+        # The median leaves out single steps with unusual drives.
         return self._corrected(median(self._rates))
 
     def _corrected(self, rate: float) -> Correction:
-        """Simulate the step with drives as fast as they were measured, and take it as the forecast."""
+        """Simulate the step with the measured speed of drives, and take the result as the forecast."""
         planned = self.forecast
         trial = self._choice.trial
 
@@ -102,7 +102,7 @@ class Prediction:
         made = planned
         factor = 1.0
         for _ in range(ROUNDS):
-            # A drive that was planned to do much less may become so fast that it takes no time.
+            # A drive may become so fast that it takes no time in the simulation. Then its planned rate is 0.
             factor *= rate / (planned_rate(made) or rate)
             made = replace(trial, rates=trial.rates.times(factor)).forecast(self._choice.placement)
             if abs(planned_rate(made) / rate - 1) < CLOSE:
@@ -110,7 +110,7 @@ class Prediction:
 
         self.forecast = made
 
-        # The range was that of the probe's drives, and these are others.
+        # The range belonged to the drives as `megatier bench` has measured them.
         self.seconds_range = (made.seconds, made.seconds)
         return Correction(
             planned_seconds=planned.seconds,
@@ -121,7 +121,7 @@ class Prediction:
 
 
 def measured_rate(events: Iterable[TraceEvent]) -> float:
-    """Return the bytes a second to and from the drives in a step while they were busy; 0 if they were idle."""
+    """Return the bytes a second of busy drives in a measured step; 0 if they were idle."""
     num_bytes = 0
     spans = []
     for event in events:
@@ -133,8 +133,8 @@ def measured_rate(events: Iterable[TraceEvent]) -> float:
 
 
 def planned_rate(made: Forecast) -> float:
-    """Return the bytes a second to and from the drives in a forecast while they are busy; 0 if they are idle."""
-    # A move that crosses a border of the step is partly of a neighbour.
+    """Return the bytes a second of busy drives in a forecast; 0 if they are idle."""
+    # A move across the border of the step belongs to its neighbour in part.
     spans = []
     for span in made.spans:
         if span.lane in QUEUES_OF_DISK:
@@ -147,7 +147,7 @@ def planned_rate(made: Forecast) -> float:
 
 def measure_covered(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of spans, each a start and an end."""
-    # Sorted by their start, each span counts from where those before it ended.
+    # The spans are sorted by start, so each counts from the end of those before it.
     total = 0.0
     until = float("-inf")
     for start, end in sorted(spans):

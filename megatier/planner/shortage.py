@@ -1,4 +1,7 @@
-"""Finds what a run that does not fit would need: the least machine, and the changes that would do."""
+"""Finds remedies for a run that does not fit: a larger machine, or settings with which it fits.
+
+The planner adds them to its errors.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megatier.tier import Tier
 Settings = dict[str, Any]
 """Settings by dotted name, as on the command line."""
 Place = Callable[[Setup], object]
-"""Places a run; raises PlanError if it does not fit."""
+"""Places a run, and raises PlanError if it does not fit."""
 
 SLICES_TRIED = (2, 4, 8, 16, 32)
 """Numbers of slices that are tried."""
@@ -23,33 +26,33 @@ NARROWER: tuple[Settings, ...] = (
     *({"train.moments": name} for name in MOMENT_FORMATS[1:]),
     {"train.optimizer": "muon"},
 )
-"""Settings with which a parameter takes fewer bytes than with AdamW's moments in fp32. They change numbers."""
+"""Settings with less state for each parameter than AdamW with moments in fp32. They change numbers."""
 STEP_BYTES = 1 << 30
-"""Budgets are raised in whole steps of this."""
+"""Budgets are raised in multiples of this."""
 
 
 def find_nearest(refusals: Sequence[PlanError]) -> PlanError:
-    """Return the refusal of which the fewest bytes are missing, in RAM or on drives if there is such a one.
+    """Return the error with the fewest missing bytes, preferably of RAM or drives.
 
-    Where a GPU is too small for a candidate, other candidates take less of it, and no budget can be raised.
+    If a GPU is too small for one candidate, other candidates take less of it.
     """
-    # RAM and drives can be added to a machine, unlike memory of a GPU.
+    # RAM and drives can be added to a machine, and GPU memory cannot.
     buyable = [short for short in refusals if short.tier in (Tier.RAM, Tier.NVME)]
     return min(buyable or refusals, key=_missing_bytes)
 
 
 def _missing_bytes(short: PlanError) -> int:
-    """Return how much more would have been needed."""
+    """Return the bytes that are missing."""
     return short.needed_bytes - short.had_bytes
 
 
 def add_remedies(short: PlanError, setup: Setup, place: Place) -> PlanError:
-    """Return a refusal that also says what would do: a larger machine, slices, or narrower state.
+    """Return an error with all remedies that help: a larger machine, slices, or less state.
 
     Args:
-        short: the refusal.
+        short: the error.
         setup: the run that was refused.
-        place: tries it in another way.
+        place: tries a variant of the run.
     """
     ways = list(_find_remedies(setup, place))
     if not ways:
@@ -62,20 +65,20 @@ def add_remedies(short: PlanError, setup: Setup, place: Place) -> PlanError:
 
 
 def _find_remedies(setup: Setup, place: Place) -> Iterator[str]:
-    """Yield the ways in which the run fits."""
-    # A larger machine comes first, because it changes no number of the run.
+    """Yield the changes with which the run fits, in words."""
+    # A larger machine comes first, because it changes no numbers.
     if more := _least_machine(setup, place):
         yield f"with {more}"
 
     train = setup.config.train
     for count in SLICES_TRIED if setup.config.can_slice else ():
-        # The fewest that fit are named alone.
+        # Only the smallest number that fits is named.
         is_allowed = count > train.slices and train.batch % (train.groups * count) == 0
         if is_allowed and _fits(setup, {"train.slices": count}, place):
             yield f"with train.slices {count}"
             break
 
-    # All other state is no wider than what is tried here.
+    # Any other state is as small as those tried here.
     has_usual_state = train.optimizer == "adamw" and train.moments == "fp32"
     for settings in NARROWER if has_usual_state else ():
         if _fits(setup, settings, place):
@@ -84,15 +87,15 @@ def _find_remedies(setup: Setup, place: Place) -> Iterator[str]:
 
 
 def _least_machine(setup: Setup, place: Place) -> str:
-    """Return the budgets that are missing, in words; empty if none would do."""
+    """Return by how much budgets have to be raised, in words; empty if that does not help."""
     more: dict[Tier, int] = {}
 
-    # Each budget is raised by what is said of it; what is short then is the next one, or the same once more.
+    # Each error names one budget, which is raised by what is missing. Then the next one is short, or the same again.
     for _ in range(3 * len(Tier)):
         try:
             place(setup)
         except PlanError as short:
-            # Without a tier it is GPU memory for activations that is short, and no budget raises that.
+            # An error without a tier is about GPU memory for activations, which no budget raises.
             if short.tier not in set(Tier):
                 return ""
             tier = Tier(short.tier)
@@ -100,7 +103,7 @@ def _least_machine(setup: Setup, place: Place) -> str:
             missing = num_steps * STEP_BYTES
             more[tier] = more.get(tier, 0) + missing
 
-            # In whole steps, since nobody adds a few bytes, and each try places the whole model.
+            # Large steps keep the number of tries low, and nobody adds a few bytes to a machine.
             raised = {str(tier): getattr(setup.budgets, tier) + missing}
             setup = replace(setup, budgets=replace(setup.budgets, **raised))
         else:
@@ -114,7 +117,7 @@ def _least_machine(setup: Setup, place: Place) -> str:
 
 
 def _fits(setup: Setup, settings: Settings, place: Place) -> bool:
-    """Return whether the run fits with some settings changed."""
+    """Return whether the run fits with other settings."""
     try:
         place(setup.changed(settings))
     except (ConfigError, UnsupportedModelError, PlanError):

@@ -1,8 +1,8 @@
-"""Sends the figures of a run to trackers: trackio, wandb and MLflow, by their own libraries.
+"""Sends the figures of a run to experiment trackers (trackio, wandb and MLflow) by their own libraries.
 
-A tracker changes nothing of a run. Each one has a thread of its own, so a network that is slow or gone holds no step
-up. Whatever its library raises ends the tracker and not the run, which says so once. Addresses, tokens and offline
-modes are the library's own: its variables of the environment and its login.
+A tracker does not affect the run. Each has its own thread, so a slow or missing network holds no step up. An error of
+its library ends the tracker, which is printed once, and the run goes on. Addresses, tokens and offline modes are set as
+the library wants it, by environment variables or its login.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from megatier.foreign import reason_of
 from megatier.report.tensorboard import load_tensorboard, numbers
 
 PROJECT = "megatier"
-"""The project, or MLflow's experiment, unless the environment names another one."""
+"""Name of the project, or of MLflow's experiment, unless the environment gives another one."""
 WAITING_MAX = 10_000
-"""Records that wait for a tracker at most."""
+"""Most records that wait for a tracker."""
 CLOSE_S = 30.0
-"""Seconds that the end of a run waits for a tracker at most."""
+"""Most seconds that the end of a run waits for a tracker."""
 PARAMETERS_MAX = 100
-"""Parameters that MLflow takes in one request."""
+"""Most parameters that MLflow accepts in one request."""
 PARAMETER_CHARACTERS_MAX = 6000
-"""Characters of a parameter that MLflow takes."""
+"""Most characters of a parameter that MLflow accepts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """The run, as a tracker is told of it."""
+    """The run as trackers know it."""
 
     name: str
-    """A name for people: that of the run directory."""
+    """The name of the run directory."""
     run_id: str
-    """A name that no other run has, and that is the same whenever the run is resumed."""
+    """A unique name, which stays when the run is resumed."""
     directory: Path
     """The run directory."""
     config: Mapping[str, Mapping[str, Any]]
     """The sections of the resolved config."""
     repeated: range = range(0)
-    """The steps that come again, because the run goes on from before them. Trackers may have them."""
+    """Steps that are repeated after a resume, which trackers may have already."""
 
 
 class Tracker(Protocol):
-    """The run in the library of a tracker."""
+    """A run in the library of a tracker."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Send the figures of a step; steps never fall."""
+        """Send the figures of a step. Step numbers never decrease."""
 
     def end(self, outcome: str) -> None:
         """Send all that is left. The outcome is `whole`, `early`, `stopped` or `failed`."""
@@ -65,14 +65,14 @@ class Trackio:
     """A run in trackio, which keeps it in a folder, on a server or in a Space."""
 
     def __init__(self, library: Any, run: TrackedRun) -> None:  # noqa: ANN401 - a library without types
-        """Begin the run, or go on with it. Trackio knows a run by its name alone."""
+        """Begin or resume the run. Trackio identifies a run by its name alone."""
         self._run = library.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            # Directories in different places may have one name.
+            # Directories in different places may have the same name.
             name=f"{run.name}-{run.run_id[:6]}",
             config=dict(run.config),
             resume="allow",
-            # The records have memory and times, and a sampling thread would take some of compute's.
+            # The records have memory and times, and a sampling thread would cost compute.
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
@@ -90,10 +90,10 @@ class Wandb:
     """A run in Weights & Biases, online or in files below the run directory (`WANDB_MODE=offline`)."""
 
     def __init__(self, library: Any, run: TrackedRun) -> None:  # noqa: ANN401
-        """Begin the run, or go on with it.
+        """Begin or resume the run.
 
         Raises:
-            ConfigError: it would ask for a key, and nobody is there to answer.
+            ConfigError: nobody is logged in, so it would ask for a key.
         """
         is_online = library.setup().settings.mode == "online"
         if is_online and not library.login(prompt=False):
@@ -104,14 +104,14 @@ class Wandb:
             id=run.run_id,
             resume="allow",
             config=dict(run.config),
-            # Its own default is the working directory.
+            # The default of wandb is the working directory.
             dir=os.environ.get("WANDB_DIR", str(run.directory)),
-            # Otherwise it would stand between the run and its console.
+            # Otherwise wandb would capture the console of the run.
             settings=library.Settings(console="off", silent=True),
         )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Send the figures of a step. Steps that it has already, from before a resume, stay as they are."""
+        """Send the figures of a step. wandb ignores steps that it has from before a resume."""
         self._run.log(dict(figures), step=step)
 
     def end(self, outcome: str) -> None:
@@ -123,11 +123,11 @@ class Mlflow:
     """A run in MLflow, wherever MLFLOW_TRACKING_URI says."""
 
     STATUS: Mapping[str, str] = {"stopped": "KILLED", "failed": "FAILED"}
-    """The words of MLflow for outcomes; others are FINISHED."""
+    """MLflow's names of outcomes; all others are FINISHED."""
 
     def __init__(self, library: Any, run: TrackedRun) -> None:  # noqa: ANN401
-        """Begin the run, or go on with the one that has its id as a tag."""
-        # The client and not the functions of the module, whose open run belongs to a thread.
+        """Begin the run, or resume the one that has its id as a tag."""
+        # The client is used because the module's functions keep their open run by thread.
         self._metric = library.entities.Metric
         self._client = library.MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -148,7 +148,7 @@ class Mlflow:
         tags = {f"{PROJECT}.run_id": run.run_id}
         self._id = self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
 
-        # Those of a run that goes on may not change, so they are sent once.
+        # MLflow refuses changed parameters, so those of a resumed run are not sent again.
         parameters = [
             library.entities.Param(f"{section}.{key}", str(value)[:PARAMETER_CHARACTERS_MAX])
             for section, settings in run.config.items()
@@ -158,14 +158,14 @@ class Mlflow:
             self._client.log_batch(self._id, params=parameters[first : first + PARAMETERS_MAX])
 
     def _find_last_steps(self) -> None:
-        """Ask which figures of which steps are there already."""
-        # A kill may come between the figures of a step and those of the evaluation after it.
+        """Find the last step of each figure that MLflow has already."""
+        # They may differ, because a kill may come between a step and the evaluation after it.
         for name in self._client.get_run(self._id).data.metrics:
             history = self._client.get_metric_history(self._id, name)
             self._last_steps[name] = max(point.step for point in history)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Send the figures of a step. Those that MLflow has already, from before a resume, stay as they are."""
+        """Send the figures of a step, except those that MLflow has from before a resume."""
         milliseconds = time.time_ns() // 1_000_000
         metrics = []
         for name, value in figures.items():
@@ -176,14 +176,14 @@ class Mlflow:
             self._client.log_batch(self._id, metrics=metrics)
 
     def end(self, outcome: str) -> None:
-        """Say how the run ended; all else is sent."""
+        """Send how the run ended."""
         self._client.set_terminated(self._id, self.STATUS.get(outcome, "FINISHED"))
 
 
 REPEATING = ("trackio",)
-"""Trackers that do not say which steps they have, and keep a step twice that comes again."""
+"""Trackers that show a repeated step twice, because they do not say which steps they have."""
 TRACKERS: Mapping[str, Callable[[Any, TrackedRun], Tracker]] = {"trackio": Trackio, "wandb": Wandb, "mlflow": Mlflow}
-"""What opens a run in each tracker, by the name of its library and its extra."""
+"""The class for each tracker, by the name of its library, which is also that of the extra."""
 
 
 def load_trackers(output: OutputConfig) -> dict[str, Any]:
@@ -213,23 +213,23 @@ def load_trackers(output: OutputConfig) -> dict[str, Any]:
 
 
 class Sender:
-    """Sends records to one tracker, from a thread of its own. Use it as a context, from one thread."""
+    """Sends records to one tracker on its own thread. Use it as a context, from one thread."""
 
     def __init__(self, name: str, library: Any, run: TrackedRun, say: Callable[[str], None]) -> None:  # noqa: ANN401
-        """Begin, or go on with, the run in the tracker, beside whatever comes next.
+        """Begin or resume the run in the tracker, without waiting for it.
 
         Args:
-            name: of `TRACKERS`.
-            library: of `load_trackers`.
+            name: a name in `TRACKERS`.
+            library: its library, from `load_trackers`.
             run: the run.
-            say: tells a person, in the thread that writes.
+            say: prints a line for a person. It is called on the thread that calls `write`.
         """
         self._name = name
         self._say = say
         self._outcome = "stopped"
         self._step = 0
 
-        # Its `put` never waits, and an interrupt in it does no harm, unlike that of `Queue`.
+        # Unlike that of `Queue`, its `put` never waits, and an interrupt in it does no harm.
         self._records: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
         self._ended = _native.Latch()
         self._error: BaseException | None = None
@@ -241,7 +241,7 @@ class Sender:
                 "and it may show them twice."
             )
 
-        # A daemon, since a library that hangs must not keep the process from ending.
+        # A daemon thread does not keep the process alive if the library hangs.
         work = threading.Thread(target=self._send, args=(library, run), name=f"megatier-{name}", daemon=True)
         work.start()
 
@@ -257,26 +257,26 @@ class Sender:
         if self._is_given_up:
             return
 
-        # A checkpoint is told of when it is whole, perhaps after later steps. Trackers take no step back.
+        # The record of a checkpoint may come after those of later steps, and trackers accept no earlier step.
         step = record["step"]
         assert isinstance(step, int)
         self._step = max(self._step, step)
         self._records.put((self._step, dict(numbers(record))))
 
     def _give_up(self, why: str) -> None:
-        """Say once that nothing more is sent."""
+        """Print once that nothing more is sent."""
         if not self._is_given_up:
             self._is_given_up = True
             self._say(f"{self._name}: {why}. The run goes on, and {self._name} gets no more of it.")
 
     def _send(self, library: Any, run: TrackedRun) -> None:  # noqa: ANN401
-        """Send what comes, until the end. This is the body of the thread."""
+        """Send records until the end. This is the body of the thread."""
         try:
             tracker = TRACKERS[self._name](library, run)
             while (item := self._records.get()) is not None:
                 tracker.log(*item)
             tracker.end(self._outcome)
-        # A library that asks the process to exit would end this thread alone, and nobody would know.
+        # SystemExit would end this thread alone, without a message.
         except BaseException as error:  # noqa: BLE001 - told by the thread that writes; whatever a library raises
             self._error = error
         finally:
@@ -290,7 +290,7 @@ class Sender:
             self._outcome = "failed"
         self._records.put(None)
 
-        # Somebody who ends the process at once waits for nothing.
+        # After an interrupt the process ends at once.
         is_at_once = error is not None and not isinstance(error, Exception)
         if not self._ended.wait(0.0 if is_at_once else CLOSE_S):
             self._give_up(f"it has not taken all figures within {CLOSE_S:.0f} seconds")
