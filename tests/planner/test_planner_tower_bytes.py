@@ -145,7 +145,7 @@ def test_plan_tells_what_images_take(tmp_path: Path, capsys: pytest.CaptureFixtu
     planned(tmp_path, capsys)
     assert main(["plan", str(tmp_path / "run.yaml"), *run_command(tmp_path, "gemma3", KEEP)[1:]]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "are what vision towers save" in said
+    assert "Of this vision towers save" in said
     assert "A step has 2.33 images" in said
 
 
