@@ -36,13 +36,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatier.compute import compilation
 from megatier.compute.compilation import Compilation
-from megatier.models.masks import TAKEN_FOR_GRANTED
+from megatier.models.masks import CAUSAL_KERNEL_OPTIONS
 
 LAYERS = {128: "8b", 64: "1b"}
 """The shape of a whole layer, by its head size."""
 COMPILING_MAX = 70.0
 """Seconds after which whatever still compiles is given up."""
-FREE = TAKEN_FOR_GRANTED
+FREE = CAUSAL_KERNEL_OPTIONS
 """What holds for every causal mask."""
 PLAIN = dict.fromkeys(FREE, False)
 """In a layer, whose mask says by itself what holds: nothing is taken for granted."""

@@ -156,9 +156,9 @@ def runs_of(x: Tensor) -> Runs:
     part = x[:, : len(x)]
     square = part + part.mT
     scale = 1 / SCALE
-    symmetric = matmul_kernels.symmetric_matmul
+    symmetric = matmul_kernels.launch_symmetric_matmul
     polynomial = functools.partial(symmetric, square, square, scale, added=[(0.1, square)], diagonal=1.0)
-    general = matmul_kernels.matmul
+    general = matmul_kernels.launch_matmul
     rows, long = x.shape
     return {
         "X X^T": (long, lambda: x @ x.mT, lambda tiling: symmetric(x, x, scale, tiling=tiling)),

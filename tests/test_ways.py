@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatier.engine.replay import GPU_SETTINGS
+from megatier.engine.replay import _GPU_SETTINGS
 from megatier.errors import StreamedModelError, UnsupportedModelError
 
 # ---------------------------------------------------------------------- contexts
@@ -95,7 +95,7 @@ def test_way_in_a_context_gives_what_a_plain_model_gives(kind: str, around: str,
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_setting_of_reductions_is_put_back_with_both_its_values(kind: str) -> None:
-    setting = next(setting for setting in GPU_SETTINGS if setting.name == f"reductions of {kind} products")
+    setting = next(setting for setting in _GPU_SETTINGS if setting.name == f"reductions of {kind} products")
     assert setting.put is not None
     before = setting.get()
     name = f"allow_{kind}_reduced_precision_reduction"

@@ -24,16 +24,16 @@ from megatier.errors import UnsupportedModelError
 from megatier.layout import TensorSlice
 from megatier.models import export as models
 from megatier.models.decoder import Unit
-from megatier.models.export import Read, Tokens
+from megatier.models.export import ReadElements, Tokens
 from megatier.models.safetensors_format import write_header
 from megatier.models.weights import chunks
 
 
-def export(
+def export_trained(
     folder: Path,
     model: PreTrainedModel,
     units: Sequence[Unit],
-    read: Read,
+    read: ReadElements,
     dtype: torch.dtype,
     shard_bytes: int,
     tokenizer: Tokens | None = None,
@@ -54,8 +54,8 @@ def export(
             tokenizer.save_pretrained(partial)
 
 
-def export_bytes(model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dtype) -> int:
-    """Return the bytes of the weights that `export` writes.
+def export_trained_bytes(model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dtype) -> int:
+    """Return the bytes of the weights that `export_trained` writes.
 
     Raises:
         UnsupportedModelError: no layout of the weights is known that loads back.
@@ -77,7 +77,7 @@ def _places(model: PreTrainedModel, units: Sequence[Unit]) -> dict[str, tuple[Un
 
 
 def _write_weights(
-    path: Path, places: Mapping[str, tuple[Unit, TensorSlice]], read: Read, base: Mapping[str, str]
+    path: Path, places: Mapping[str, tuple[Unit, TensorSlice]], read: ReadElements, base: Mapping[str, str]
 ) -> None:
     """Write the tensors of a folder of adapters, piece by piece. They are on disk when this returns.
 

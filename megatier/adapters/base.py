@@ -20,11 +20,11 @@ from megatier.models.weight_files import read_headers
 
 ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Names of models on the hub. A relative path may look so as well, and then names nothing else."""
-NOTED = "identity_of_base"
+_IDENTITY_ATTRIBUTE = "identity_of_base"
 """The attribute of a skeleton that has the identity of its base."""
-PLACES = 256
+_NUM_SAMPLES = 256
 """Places of a file that are looked at, the first and the last bytes among them."""
-PLACE_BYTES = 64 << 10
+_SAMPLE_BYTES = 64 << 10
 """Bytes of each. So all of a file of 16 MiB is looked at, and 16 MiB of a larger one."""
 
 
@@ -167,12 +167,12 @@ def _check_named(adapter: Path, named: Path, folder: Path, identity: Mapping[str
 
 def note_identity(model: PreTrainedModel, identity: dict[str, str]) -> None:
     """Note the identity of a model's base with the model, for the folder of its adapters."""
-    setattr(model, NOTED, identity)
+    setattr(model, _IDENTITY_ATTRIBUTE, identity)
 
 
 def noted_identity(model: PreTrainedModel) -> dict[str, str]:
     """Return the identity that was noted; empty: there is none."""
-    identity: dict[str, str] = getattr(model, NOTED, {})
+    identity: dict[str, str] = getattr(model, _IDENTITY_ATTRIBUTE, {})
     return identity
 
 
@@ -181,10 +181,10 @@ def _size_and_checksum(tensor: StoredTensor) -> str:
     digest = hashlib.blake2b(digest_size=8)
     with opened(tensor.path, UnsupportedModelError) as file:
         size = os.fstat(file.fileno()).st_size
-        last_place = max(0, size - PLACE_BYTES)
-        for place in range(PLACES):
-            file.seek(last_place * place // (PLACES - 1))
-            digest.update(file.read(PLACE_BYTES))
+        last_place = max(0, size - _SAMPLE_BYTES)
+        for place in range(_NUM_SAMPLES):
+            file.seek(last_place * place // (_NUM_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
 
         # Asked afterwards, so that a file that was written meanwhile is found too.
         tensor.check(file.fileno())

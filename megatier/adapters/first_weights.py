@@ -22,7 +22,7 @@ from megatier.models.weights import TensorReader, chunks
 
 AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
 """The parts of names that PEFT puts between a module of the base and what is above it."""
-PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_\w+)\.\w+(\.weight)?")
+_ADAPTER_PARAMETER = re.compile(r"(?P<module>.+)\.(?P<part>lora_\w+)\.\w+(\.weight)?")
 """A parameter of an adapter."""
 MAGNITUDE = "lora_magnitude_vector"
 """The part of an adapter with DoRA that begins with the lengths of the rows of the weight that it adapts."""
@@ -35,14 +35,14 @@ def base_name(name: str) -> str:
 
 def adapter_module(name: str) -> str:
     """Return the module that has the adapter of which a parameter is."""
-    match = PART.fullmatch(name)
+    match = _ADAPTER_PARAMETER.fullmatch(name)
     assert match is not None
     return match["module"]
 
 
 def is_of_adapter(name: str) -> bool:
     """Return whether a parameter is one of an adapter, and none of the base or a copy of one."""
-    return PART.fullmatch(name) is not None
+    return _ADAPTER_PARAMETER.fullmatch(name) is not None
 
 
 class AdaptedWeights(TensorReader):
@@ -112,7 +112,7 @@ class AdaptedWeights(TensorReader):
             return self.stored.read(name)
 
         # As PEFT's `reset_lora_parameters` does.
-        match = PART.fullmatch(name)
+        match = _ADAPTER_PARAMETER.fullmatch(name)
         assert match is not None
         module = match["module"]
         part = match["part"]
@@ -149,7 +149,7 @@ def _parts(shapes: Mapping[str, tuple[int, ...]], last: Set[str]) -> dict[str, d
     """
     parts = defaultdict[str, dict[str, tuple[int, ...]]](dict)
     for name, shape in shapes.items():
-        match = PART.fullmatch(name)
+        match = _ADAPTER_PARAMETER.fullmatch(name)
         if match is not None:
             module = match["module"]
             parts[module][match["part"]] = shape

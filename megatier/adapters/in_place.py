@@ -18,12 +18,12 @@ from megatier.drives.extent import FilePart
 from megatier.foreign import shown
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
-from megatier.models.safetensors_format import DTYPE_NAMES, DTYPES, StoredTensor
+from megatier.models.safetensors_format import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, StoredTensor
 from megatier.models.weight_conversion import Assembly, TensorRun, assemble, runs_holding
 from megatier.models.weight_files import read_headers
 from megatier.optim.masters import weight_dtype
 
-NOTED = "tensors_of_base"
+_TENSORS_ATTRIBUTE = "tensors_of_base"
 """The attribute of a skeleton that has the tensors of its base."""
 RUN_BYTES_MIN = 64 << 10
 """Bytes of the shortest run of a tensor that is put together from several. Whole pages are read around each run."""
@@ -61,7 +61,7 @@ def note_base_tensors(model: PreTrainedModel, folder: Path, stored: Mapping[str,
     # Now, because the conversion goes by the names of a plain model, which adapters change.
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     assemblies = assemble(model, shapes)
-    setattr(model, NOTED, BaseTensors(stored, assemblies))
+    setattr(model, _TENSORS_ATTRIBUTE, BaseTensors(stored, assemblies))
 
 
 def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, num_ranks: int) -> InPlace:
@@ -79,7 +79,7 @@ def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, 
     if not frozen or not tiers.nvme:
         return InPlace()
 
-    base: BaseTensors | None = getattr(model, NOTED, None)
+    base: BaseTensors | None = getattr(model, _TENSORS_ATTRIBUTE, None)
     if base is None:
         return InPlace(why_not="it is quantised, was given in RAM, or has no files yet")
     # These reasons hold for the whole base, so no unit is looked at.
@@ -146,8 +146,9 @@ def _parts(unit: Unit, base: BaseTensors) -> tuple[FilePart, ...] | str:
         position = tensor.start * dtype.itemsize
         for run in runs:
             stored = base.stored[run.name]
-            if DTYPES.get(stored.dtype) is not dtype:
-                return f"{shown(stored.name)} is {shown(stored.dtype)} in its file and {DTYPE_NAMES[dtype]} in the run"
+            if SAFETENSORS_DTYPES.get(stored.dtype) is not dtype:
+                wanted = SAFETENSORS_NAMES[dtype]
+                return f"{shown(stored.name)} is {shown(stored.dtype)} in its file and {wanted} in the run"
 
             # Whole pages are read around each run, so many short ones would read far more than they need.
             num_bytes = run.num_elements * dtype.itemsize

@@ -15,7 +15,7 @@ from megatier.adapters.lora import ADAPTER
 from megatier.errors import StreamedModelError
 from megatier.models.decoder import is_adapter
 
-RIGHT = ""
+_ALLOWED = ""
 """The method does what it does in PEFT, or what the streamed model's own class says."""
 BEFORE = (
     "Call it on the PeftModel before megatier.stream takes that, or write the adapters with Streamed.export(folder) "
@@ -35,31 +35,31 @@ PROMPTS = "It belongs to prompts that are trained, and a streamed model has adap
 
 METHODS: dict[str, str] = {
     # What looks at the model, or computes with it.
-    "active_adapter": RIGHT,
-    "active_adapters": RIGHT,
-    "active_peft_config": RIGHT,
-    "base_model_torch_dtype": RIGHT,
-    "create_or_update_model_card": RIGHT,
-    "disable_adapter": RIGHT,
-    "generate": RIGHT,
-    "get_base_model": RIGHT,
-    "get_layer_status": RIGHT,
-    "get_model_config": RIGHT,
-    "get_model_status": RIGHT,
-    "get_nb_trainable_parameters": RIGHT,
-    "has_active_enabled_adapter": RIGHT,
-    "modules_to_save": RIGHT,
-    "peft_config": RIGHT,
-    "prefix": RIGHT,
-    "print_trainable_parameters": RIGHT,
-    "supports_lora_conversion": RIGHT,
-    "target_module_mapping": RIGHT,
-    "tuner_layer_cls": RIGHT,
-    "uses_shared_state": RIGHT,
+    "active_adapter": _ALLOWED,
+    "active_adapters": _ALLOWED,
+    "active_peft_config": _ALLOWED,
+    "base_model_torch_dtype": _ALLOWED,
+    "create_or_update_model_card": _ALLOWED,
+    "disable_adapter": _ALLOWED,
+    "generate": _ALLOWED,
+    "get_base_model": _ALLOWED,
+    "get_layer_status": _ALLOWED,
+    "get_model_config": _ALLOWED,
+    "get_model_status": _ALLOWED,
+    "get_nb_trainable_parameters": _ALLOWED,
+    "has_active_enabled_adapter": _ALLOWED,
+    "modules_to_save": _ALLOWED,
+    "peft_config": _ALLOWED,
+    "prefix": _ALLOWED,
+    "print_trainable_parameters": _ALLOWED,
+    "supports_lora_conversion": _ALLOWED,
+    "target_module_mapping": _ALLOWED,
+    "tuner_layer_cls": _ALLOWED,
+    "uses_shared_state": _ALLOWED,
     # Nothing is ever merged.
-    "unmerge_adapter": RIGHT,
+    "unmerge_adapter": _ALLOWED,
     # Of the one adapter that there is they do nothing, and refuse another.
-    "set_adapter": RIGHT,
+    "set_adapter": _ALLOWED,
     # What makes an adapter, takes it away, or changes it.
     "add_adapter": BEFORE,
     "add_weighted_adapter": BEFORE,
@@ -71,7 +71,7 @@ METHODS: dict[str, str] = {
     "subtract_mutated_init": BEFORE,
     "unload": "Streamed.disable_adapter() gives the forwards of the base, and the base's folder its weights.",
     # What changes how it is trained.
-    "enable_input_require_grads": RIGHT,
+    "enable_input_require_grads": _ALLOWED,
     "prepare_model_for_gradient_checkpointing": 'megatier.stream(..., activations="recompute") is the way to do that.',
     "set_requires_grad": TRAINED,
     "disable_adapter_layers": SWITCHED,
@@ -89,7 +89,7 @@ METHODS: dict[str, str] = {
 }
 """The public methods and properties of PEFT's models, and of transformers' models for adapters: what to do instead."""
 
-LAYER: dict[str, str] = {
+_LAYER_METHODS: dict[str, str] = {
     "delete_adapter": BEFORE,
     "enable_adapters": SWITCHED,
     "merge": MERGED,
@@ -105,7 +105,7 @@ LAYER: dict[str, str] = {
 }
 """Methods of PEFT's layers that are refused. Their forwards call some of the others, with weights that are bound."""
 
-MODEL = (
+_MODEL_METHODS = (
     *("add_adapter", "delete_adapter", "load_adapter", "set_adapter"),
     *("disable_adapters", "enable_adapters", "enable_peft_hotswap", "get_adapter_state_dict"),
 )
@@ -122,7 +122,7 @@ def refuse_unknown(kind: type[nn.Module]) -> type[nn.Module]:
 
         # A method of a newer release is refused like one that makes an adapter, until somebody has looked at it.
         remedy = METHODS.get(name, BEFORE)
-        if remedy is not RIGHT:
+        if remedy is not _ALLOWED:
             # A static method takes no instance, and so refuses also what is called on the class.
             refusing = functools.partial(refuse, name, remedy)
             setattr(kind, name, staticmethod(refusing))
@@ -132,12 +132,12 @@ def refuse_unknown(kind: type[nn.Module]) -> type[nn.Module]:
 def guard_adapters(model: nn.Module) -> None:
     """Let a streamed model with adapters, and PEFT's layers in it, refuse what would change these or take them out."""
     # `set_adapter` is right at PEFT's models, where it does nothing here. That of transformers changes modules.
-    of_model = {name: METHODS[name] or BEFORE for name in MODEL}
+    of_model = {name: METHODS[name] or BEFORE for name in _MODEL_METHODS}
     _guard(model, of_model)
     vars(model)["active_adapters"] = functools.partial(list, [ADAPTER])
     for module in model.modules():
         if is_adapter(module):
-            _guard(module, LAYER)
+            _guard(module, _LAYER_METHODS)
 
 
 def _guard(module: nn.Module, refused: dict[str, str]) -> None:

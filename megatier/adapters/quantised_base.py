@@ -27,17 +27,17 @@ from megatier.foreign import SETTINGS_BYTES_MAX, parse_json, shown
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.dtypes import names_in_fp32
-from megatier.models.safetensors_format import DTYPES, StoredTensor
+from megatier.models.safetensors_format import SAFETENSORS_DTYPES, StoredTensor
 from megatier.models.weight_files import read_headers
 from megatier.models.weights import SafetensorsFolder, TensorReader, chunks, open_at, read_exactly
 
-SETTINGS = "quantization_config"
+_CONFIG_KEY = "quantization_config"
 """The setting of a model's config that says how its weights are quantised."""
-TAKEN = "FP8 of compressed-tensors or of transformers' fp8, and NF4 of bitsandbytes"
+_SUPPORTED = "FP8 of compressed-tensors or of transformers' fp8, and NF4 of bitsandbytes"
 """What is decoded here."""
-REMEDY = f"Decoded are {TAKEN}. Take such a version of the model, or one in bf16."
+_REMEDY = f"Decoded are {_SUPPORTED}. Take such a version of the model, or one in bf16."
 """Ends refusals."""
-SCALES = ("_scale", "_scale_inv")
+_SCALE_SUFFIXES = ("_scale", "_scale_inv")
 """Ends of the names of the scales of FP8, after that of the weight."""
 IN_NF4 = ".quant_state.bitsandbytes__nf4"
 """End of the name of the tensor whose bytes are the settings of a matrix in NF4, as JSON."""
@@ -124,7 +124,7 @@ class CodesReader(TensorReader):
 
 def is_quantised(config: PretrainedConfig) -> bool:
     """Return whether a model's config says that its weights are quantised."""
-    return getattr(config, SETTINGS, None) is not None
+    return getattr(config, _CONFIG_KEY, None) is not None
 
 
 def open_quantised(
@@ -143,8 +143,8 @@ def open_quantised(
     """
     # The skeleton is that of a plain model, so its config must not say that weights are quantised.
     config = copy.deepcopy(config)
-    settings = getattr(config, SETTINGS)
-    delattr(config, SETTINGS)
+    settings = getattr(config, _CONFIG_KEY)
+    delattr(config, _CONFIG_KEY)
     if not isinstance(settings, dict):
         settings = settings.to_dict()
 
@@ -210,11 +210,11 @@ def find_matrices(
         in_nf4 = [tensor for tensor in weights if f"{tensor.name}{IN_NF4}" in stored]
         matrices = {tensor.name: _nf4(tensor, stored) for tensor in in_nf4}
     else:
-        raise UnsupportedModelError(f"{folder}: its weights are quantised by {shown(str(method))}. {REMEDY}")
+        raise UnsupportedModelError(f"{folder}: its weights are quantised by {shown(str(method))}. {_REMEDY}")
 
     if not matrices:
         raise UnsupportedModelError(
-            f"{folder}: its config says {shown(str(method))}, but no tensor is FP8 or NF4. {REMEDY}"
+            f"{folder}: its config says {shown(str(method))}, but no tensor is FP8 or NF4. {_REMEDY}"
         )
     return matrices
 
@@ -260,7 +260,7 @@ def _checked_groups(folder: Path, settings: Mapping[str, Any]) -> tuple[int, int
         is_symmetric = weights.get("symmetric") is not False
         if (kind, bits) != ("float", 8) or not is_symmetric:
             what = f"{kind} of {bits} bits, {settings.get('format')}"
-            raise UnsupportedModelError(f"{folder}: its weights are quantised as {shown(what)}. {REMEDY}")
+            raise UnsupportedModelError(f"{folder}: its weights are quantised as {shown(what)}. {_REMEDY}")
 
         # Groups are runs of a row, and so blocks with one row.
         structure = _pair(weights.get("block_structure"))
@@ -279,7 +279,7 @@ def _fp8(tensor: StoredTensor, stored: Mapping[str, StoredTensor], block: tuple[
         UnsupportedModelError: its scale is missing, or does not fit.
     """
     # compressed-tensors stores what codes are multiplied by, and so does transformers, which calls it inverse.
-    names = [f"{tensor.name}{end}" for end in SCALES]
+    names = [f"{tensor.name}{end}" for end in _SCALE_SUFFIXES]
     scale = next((stored[name] for name in names if name in stored), None)
     if scale is None:
         raise _refused(tensor, "is FP8 and has no scale")
@@ -298,7 +298,7 @@ def _fp8(tensor: StoredTensor, stored: Mapping[str, StoredTensor], block: tuple[
     elif block is None or scale.shape != _num_blocks(rows, columns, block):
         raise _refused(tensor, f"is FP8 of shape {shape}, and has scales of shape {scale.shape}, in blocks of {block}")
 
-    scale_part = StoredPart(DTYPES[scale.dtype], scale.shape)
+    scale_part = StoredPart(SAFETENSORS_DTYPES[scale.dtype], scale.shape)
     scheme = Fp8((rows, columns), scale_part, block)
     return StoredMatrix(scheme, {CODES: tensor, "scale": scale})
 
@@ -380,7 +380,7 @@ def _pair(value: object) -> tuple[int, int] | None:
 
 def _refused(tensor: StoredTensor, what: str) -> UnsupportedModelError:
     """Return the error about a stored tensor."""
-    return UnsupportedModelError(f"{tensor.path}: tensor {shown(tensor.name)} {what}. {REMEDY}")
+    return UnsupportedModelError(f"{tensor.path}: tensor {shown(tensor.name)} {what}. {_REMEDY}")
 
 
 def _read(stored: StoredTensor | Tensor, start: int, stop: int) -> Tensor:

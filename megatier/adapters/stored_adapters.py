@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, opened, parse_json, read_object, shown
-from megatier.models.safetensors_format import DTYPES, StoredTensor, read_header
-from megatier.models.weights import FULL_PRECISION, read_bytes
+from megatier.models.safetensors_format import SAFETENSORS_DTYPES, StoredTensor, read_header
+from megatier.models.weights import FULL_PRECISION_NAMES, read_bytes
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -21,7 +21,7 @@ PREFIX = "base_model.model."
 BASE = "base"
 """The entry of the weights' metadata that says which base an adapter was trained over: `base.identity_of` as JSON."""
 
-TAKEN = (
+_TAKEN_SETTINGS = (
     "r",
     "lora_alpha",
     "lora_dropout",
@@ -38,7 +38,7 @@ TAKEN = (
     "layers_pattern",
 )
 """Settings of PEFT's config that are taken as they are."""
-FREE = (
+_IGNORED_SETTINGS = (
     "auto_mapping",
     "base_model_name_or_path",
     "inference_mode",
@@ -57,7 +57,7 @@ FREE = (
     "lora_ga_config",
 )
 """Settings that say nothing of the layers: of first values, of names, of other programs."""
-FIRST_VALUES = (None, True, False, "gaussian", "orthogonal", "eva")
+_INIT_METHODS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Ways to make first values that leave the base as it is."""
 
 
@@ -88,10 +88,10 @@ def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     # A setting that is not known here may say anything of the layers, unless it is off.
     is_refused = {
         "bias": config.get("bias", "none") != "none",
-        "init_lora_weights": config.get("init_lora_weights") not in FIRST_VALUES,
+        "init_lora_weights": config.get("init_lora_weights") not in _INIT_METHODS,
     }
     for key, value in config.items():
-        if key not in (*TAKEN, *FREE, *is_refused):
+        if key not in (*_TAKEN_SETTINGS, *_IGNORED_SETTINGS, *is_refused):
             is_refused[key] = bool(value)
 
     for key, refused in is_refused.items():
@@ -99,7 +99,7 @@ def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ConfigError(
                 f"{where} sets {shown(key)} to {shown(str(config[key]))}, and such adapters are not trained here."
             )
-    return {key: config[key] for key in TAKEN if config.get(key) is not None}
+    return {key: config[key] for key in _TAKEN_SETTINGS if config.get(key) is not None}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class StoredAdapter:
 
         # Whole at once: an adapter's matrices are small.
         raw = read_bytes(stored, 0, stored.num_bytes)
-        return raw.view(DTYPES[stored.dtype]).float()
+        return raw.view(SAFETENSORS_DTYPES[stored.dtype]).float()
 
 
 def noted_base(folder: Path) -> dict[str, str] | None:
@@ -214,8 +214,8 @@ def _check(path: Path, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
             f"model.lora.adapter: {path}: tensor {shown(tensor.name)} has shape {tensor.shape}; this base asks for "
             f"{shape}. Is it an adapter for another base?"
         )
-    if tensor.dtype not in FULL_PRECISION:
+    if tensor.dtype not in FULL_PRECISION_NAMES:
         raise ConfigError(
             f"model.lora.adapter: {path}: tensor {shown(tensor.name)} is {shown(tensor.dtype)}; adapters are read in "
-            f"{', '.join(FULL_PRECISION)}."
+            f"{', '.join(FULL_PRECISION_NAMES)}."
         )

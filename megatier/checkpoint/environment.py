@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatier.engine.replay import ORDER, settings_now
+from megatier.engine.replay import KERNEL_ORDER, settings_now
 from megatier.hardware import cpu_has_bf16, cpu_instructions, driver_version
 
 NUMERIC_LIBRARIES = ("torch", "transformers", "numpy")
@@ -70,7 +70,7 @@ def find_environment_changes(before: Mapping[str, Any], now: Mapping[str, Any]) 
     torch sets it at the first attention on a GPU, so one and the same environment may have been noted with two orders.
     """
     noted = {name: value for name, value in now.items() if name in before}
-    return find_differences(before, noted, free=(ORDER.name,))
+    return find_differences(before, noted, free=(KERNEL_ORDER.name,))
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = ()) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from megatier.adapters.adapter_folder import export_bytes
+from megatier.adapters.adapter_folder import export_trained_bytes
 from megatier.checkpoint.checkpoint import checkpoint_bytes
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, checkpoints
 from megatier.config.output_section import OutputConfig
@@ -61,7 +61,7 @@ class Room:
         exported = 0
         if output.export:
             # By the layout that is written and not by parameters: some tensors stay in fp32.
-            exported = export_bytes(model, units, COMPUTE_DTYPES[output.export_dtype])
+            exported = export_trained_bytes(model, units, COMPUTE_DTYPES[output.export_dtype])
         return cls(
             Path(output.directory), checkpoint_bytes(units), exported, is_made, keeps_best=output.load_best_model_at_end
         )

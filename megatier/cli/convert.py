@@ -11,12 +11,12 @@ from typing import Any
 from megatier.cli.output import add_config_output, sections_of, write_config
 from megatier.config import file as config_file
 from megatier.config import text as config_text
-from megatier.convert.conversion import Conversion, Finding, Outcome
+from megatier.convert.conversion import Conversion, Finding, KeyOutcome
 from megatier.convert.source import convert
 from megatier.errors import ConfigError
 from megatier.foreign import shown
 
-TITLES: Mapping[Outcome, str] = {
+TITLES: Mapping[KeyOutcome, str] = {
     "carried": "carried over",
     "default": "left at megatier's default",
     "left": "not carried over",

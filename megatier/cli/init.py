@@ -25,7 +25,7 @@ from megatier.errors import ConfigError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object
 from megatier.hardware import default_budgets, device_for
 from megatier.measure.probe import cached_rates
-from megatier.models.location import CONFIG_FILE, find_local
+from megatier.models.location import MODEL_CONFIG_FILE, find_local
 from megatier.session.paths import check_tokenizer
 
 INIT_HEADER = """\
@@ -165,7 +165,7 @@ def _length(model: str, usual: int) -> int:
     if folder is None:
         return usual
     # Read as JSON and not by transformers, which takes seconds to load.
-    found = read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, ConfigError)
+    found = read_object(folder / MODEL_CONFIG_FILE, SETTINGS_BYTES_MAX, ConfigError)
     length = usual
 
     # A model with images says it of the part that reads texts.

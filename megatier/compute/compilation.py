@@ -36,8 +36,8 @@ from megatier.compute.compile_clock import CLOCK
 from megatier.compute.dynamic_shapes import PlanningRule, install_planning, mark_dynamic, planning, tensors_in
 from megatier.compute.fp8 import find_quantized_weights, find_scales
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 LEAST_SHARE = 1e-9
 """The saved share that stands for 0 if attention is saved. At 0 itself torch saves inputs alone, whatever is marked."""
@@ -83,7 +83,7 @@ class Compilation:
     """Whether code is compiled for batches of any size; else for the one size that all have."""
     _warned: set[str] = field(default_factory=set, compare=False, repr=False)
 
-    def __call__(self, function: Callable[P, R], name: str) -> Compiled[P, R]:
+    def __call__(self, function: Callable[_P, _R], name: str) -> Compiled[_P, _R]:
         """Return the function, to be compiled at its first call.
 
         What the compiler refuses runs as it is, and a warning says so.
@@ -97,7 +97,7 @@ class Compilation:
             warned=self._warned,
         )
 
-    def of_tile(self, function: Callable[P, R], name: str) -> Compiled[P, R]:
+    def of_tile(self, function: Callable[_P, _R], name: str) -> Compiled[_P, _R]:
         """Return the function, to be compiled so that it saves all its activations: a tile has a short life."""
         self._adopt()
         return Compiled(
@@ -171,12 +171,12 @@ class Marking(CustomGraphPass):
         return f"megatier attention {self.flex_alone}, scales"
 
 
-class Compiled(Generic[P, R]):
+class Compiled(Generic[_P, _R]):
     """A compiled function or, where the compiler refuses it, the function itself."""
 
     def __init__(
         self,
-        function: Callable[P, R],
+        function: Callable[_P, _R],
         name: str,
         *,
         saves_inputs_alone: bool,
@@ -211,7 +211,7 @@ class Compiled(Generic[P, R]):
 
         # With `fullgraph` code that cannot be compiled raises an error, instead of running uncompiled without a word.
         # Shapes are taken as fixed but for what is marked, and never by what batches before had (automatic dynamic).
-        self._run: Callable[P, R] = torch.compile(function, dynamic=False, fullgraph=True)
+        self._run: Callable[_P, _R] = torch.compile(function, dynamic=False, fullgraph=True)
 
     @property
     def saves_inputs_alone(self) -> bool:
@@ -226,7 +226,7 @@ class Compiled(Generic[P, R]):
             # Shapes are looked at only if some are refused, since this runs before each call.
             self.is_refused = bool(self._refused) and _shapes(args, kwargs) in self._refused
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Run the function, compiled or, where that is refused, uncompiled."""
         self.meet(*args, **kwargs)
         if self.is_refused:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 BLOCK = 128
 """Rows and columns of the block of one program: 16 KiB of FP8."""
-WARPS = 8
+_NUM_WARPS = 8
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["rows"])
 """Kernels are not specialized on the number of rows, since it is that of a batch's tokens."""
@@ -47,7 +47,7 @@ def transpose(matrix: Tensor, factor: Tensor | None, padded: int) -> Tensor:
 
     grid = triton.cdiv(padded, BLOCK), triton.cdiv(columns, BLOCK)
     launch = _transpose_block[grid]
-    launch(source, factor, target, rows, columns, padded, has_factor, BLOCK, num_warps=WARPS)
+    launch(source, factor, target, rows, columns, padded, has_factor, BLOCK, num_warps=_NUM_WARPS)
     return result
 
 

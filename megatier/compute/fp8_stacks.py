@@ -33,9 +33,9 @@ from torch.utils.flop_counter import register_flop_formula
 from megatier.compute.fp8 import ALIGNED, FP8_DTYPE, quantize, quantize_rows, reciprocal, transpose_fp8
 from megatier.readback import on_host
 
-FIRST = ("gate_up_proj", "up_proj")
+FIRST_MATRICES = ("gate_up_proj", "up_proj")
 """What the first matrices of experts are called, with a gate and without."""
-LAST = "down_proj"
+LAST_MATRIX = "down_proj"
 """What the last ones are called."""
 GROUPED_MM_MAJOR = 9
 """The major compute capability of GPUs with a grouped kernel. On others each expert has a product of its own."""
@@ -65,12 +65,12 @@ class Fp8Experts(nn.Module):
 
         layout = _lay_out(top_k_index.reshape(-1).long(), self.num_experts)
         has_gate = getattr(experts, "has_gate", True)
-        first = FIRST[0] if has_gate else FIRST[1]
+        first = FIRST_MATRICES[0] if has_gate else FIRST_MATRICES[1]
         inside = self._product(first, hidden_states, layout, copies)
         # Some models override the gate of the class, such as gpt-oss, which clamps it.
         inside = experts._apply_gate(inside) if has_gate else experts.act_fn(inside)
         # Each pair has a row of its own by now, so a row is that of one pair alone.
-        found = self._product(LAST, inside, layout, 1)
+        found = self._product(LAST_MATRIX, inside, layout, 1)
         if getattr(experts, "has_post_expert_norm", False):
             found = experts.post_expert_norm(found)
 
@@ -126,7 +126,9 @@ def supports_fp8(module: nn.Module) -> bool:
     """Return whether a module is one that `Fp8Experts` knows how to compute."""
     # transformers marks those whose forward may be replaced by this attribute.
     names = {name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
-    return hasattr(module, "is_transposed") and "forward" not in vars(module) and names <= {*FIRST, LAST}
+    return (
+        hasattr(module, "is_transposed") and "forward" not in vars(module) and names <= {*FIRST_MATRICES, LAST_MATRIX}
+    )
 
 
 def fits_fp8_experts(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRODUCTS: dict[Callable[..., Any], tuple[int, ...]] = {
+_ROUNDED_RESULTS: dict[Callable[..., Any], tuple[int, ...]] = {
     torch.ops.aten.mm.default: (0,),
     torch.ops.aten.addmm.default: (0,),
     torch.ops.aten.bmm.default: (0,),
@@ -41,7 +41,7 @@ class Fp32Products(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401 - whatever the operator takes and gives
         """Run products in fp32, and everything else as it is."""
         kwargs = kwargs or {}
-        if func not in PRODUCTS or args[0].dtype is not torch.bfloat16:
+        if func not in _ROUNDED_RESULTS or args[0].dtype is not torch.bfloat16:
             return func(*args, **kwargs)
 
         results = _widely(func, args, kwargs)
@@ -50,7 +50,7 @@ class Fp32Products(TorchDispatchMode):
 
         # Attention has several results, and its log-sum-exp stays as it is.
         rounded = list(results)
-        for place in PRODUCTS[func]:
+        for place in _ROUNDED_RESULTS[func]:
             rounded[place] = rounded[place].to(torch.bfloat16)
         return tuple(rounded)
 

@@ -33,7 +33,7 @@ BACKWARDS_WATCHED = 2
 
 Run = Callable[..., Any]
 """Runs a module on the arguments of some tokens."""
-Trial = Callable[[nn.Module, Run, Sequence[Tensor]], str | None]
+TileTrial = Callable[[nn.Module, Run, Sequence[Tensor]], str | None]
 """Says why a module cannot run in tiles, given what runs it, and its arguments; None: it can."""
 
 _running: Mapping[str, TiledModule] = {}
@@ -81,7 +81,7 @@ class TiledModule:
         """Whether it was found that it can run in tiles."""
         self.last: LastModule | None = None
         """Told of each run of an uncompiled forward that will be run again; None: nobody is."""
-        self._trial: Trial | None = None
+        self._trial: TileTrial | None = None
         self._name = name
         self._tokens = tokens
         self._apart = apart
@@ -99,7 +99,7 @@ class TiledModule:
             self._compiled = compilation.of_tile(self._forward, f"a tile of {type(module).__name__}")
         module.forward = self.__call__
 
-    def try_next(self, trial: Trial) -> None:
+    def try_next(self, trial: TileTrial) -> None:
         """Find out with the arguments of the next call whether the module can run in tiles."""
         self._trial = trial
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from megatier.convert.common import BUDGETS, SHARED
+from megatier.convert.common import BUDGETS, SHARED_STATE
 from megatier.convert.conversion import Conversion, becomes, below, turns_on
 
-KEYS = {"compute_environment", "distributed_type"}
+ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
 """Keys that each of these files has, and no other format."""
 
-DEEPSPEED = "deepspeed_config"
-FSDP = "fsdp_config"
-NOT_THERE = "there is nothing like it here"
+_DEEPSPEED = "deepspeed_config"
+_FSDP = "fsdp_config"
+_NOT_THERE = "there is nothing like it here"
 
 
 def _precision(made: Conversion, key: str) -> None:
@@ -34,7 +34,7 @@ def _compilation(made: Conversion, key: str) -> None:
 
 def _mounts(made: Conversion, key: str) -> None:
     # Optimizer and parameters may lie on different drives; `none` stands for no path.
-    keys = (key, f"{DEEPSPEED}.offload_param_nvme_path")
+    keys = (key, f"{_DEEPSPEED}.offload_param_nvme_path")
     paths = {name: made.text(name) for name in keys if made.raw(name) not in (None, "none", "None")}
     for name in paths:
         mounts = list(dict.fromkeys(paths.values()))
@@ -43,37 +43,37 @@ def _mounts(made: Conversion, key: str) -> None:
         made.leave(name, "no drive, as here")
 
 
-RULES = {
+_RULES = {
     "mixed_precision": _precision,
     "use_cpu": turns_on({"tiers.device": "cpu"}),
     "dynamo_config.dynamo_backend": _compilation,
-    f"{DEEPSPEED}.gradient_clipping": becomes("train.clip", Conversion.number),
-    f"{DEEPSPEED}.offload_optimizer_nvme_path": _mounts,
-    f"{DEEPSPEED}.zero3_save_16bit_model": turns_on({"output.export": True, "output.export_dtype": "bf16"}),
-    f"{FSDP}.fsdp_activation_checkpointing": turns_on({"train.activations": "recompute"}),
+    f"{_DEEPSPEED}.gradient_clipping": becomes("train.clip", Conversion.number),
+    f"{_DEEPSPEED}.offload_optimizer_nvme_path": _mounts,
+    f"{_DEEPSPEED}.zero3_save_16bit_model": turns_on({"output.export": True, "output.export_dtype": "bf16"}),
+    f"{_FSDP}.fsdp_activation_checkpointing": turns_on({"train.activations": "recompute"}),
 }
-REASONS = {
+_REASONS = {
     **dict.fromkeys(
         (
             *("compute_environment", "distributed_type", "num_processes", "num_machines", "machine_rank", "gpu_ids"),
             *("main_process_ip", "main_process_port", "same_network", "rdzv_backend", "main_training_function"),
             *("deepspeed_hostfile", "deepspeed_multinode_launcher", "enable_cpu_affinity", "parallelism_config"),
         ),
-        SHARED,
+        SHARED_STATE,
     ),
-    **dict.fromkeys(("debug", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "mpirun_config"), NOT_THERE),
+    **dict.fromkeys(("debug", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "mpirun_config"), _NOT_THERE),
     "use_cpu": "the GPU computes, as here",
     "downcast_bf16": "for TPUs alone",
     "dynamo_config": "torch.compile has its own defaults",
-    DEEPSPEED: BUDGETS,
-    f"{DEEPSPEED}.zero3_save_16bit_model": "the model is exported at the end, unless output.export is false",
-    f"{DEEPSPEED}.deepspeed_config_file": "`megatier convert` reads that file too",
-    FSDP: BUDGETS,
+    _DEEPSPEED: BUDGETS,
+    f"{_DEEPSPEED}.zero3_save_16bit_model": "the model is exported at the end, unless output.export is false",
+    f"{_DEEPSPEED}.deepspeed_config_file": "`megatier convert` reads that file too",
+    _FSDP: BUDGETS,
 }
-DIFFERING = {
+_DIFFERING = {
     "gradient_accumulation_steps": "the batch is not given: set train.batch, and train.groups to this",
     "fp8_config": "FP8 products have one recipe here (numerics.products)",
-    **below(DEEPSPEED, {"gradient_accumulation_steps": "set train.batch, and train.groups to this"}),
+    **below(_DEEPSPEED, {"gradient_accumulation_steps": "set train.batch, and train.groups to this"}),
 }
-TABLE = RULES, REASONS, DIFFERING
+ACCELERATE_TABLE = _RULES, _REASONS, _DIFFERING
 """What becomes of accelerate's keys; see `Conversion.convert`."""

@@ -9,15 +9,15 @@ from typing import Any
 
 from megatier.config.lora import ALL_LINEAR
 from megatier.convert import common
-from megatier.convert.common import ADAPTER, EVALUATION, FIGURES, ONE_LOSS, ONE_PASS, QUANTISED, SHARED
+from megatier.convert.common import EVALUATION, FIGURES, ONE_LOSS, ONE_PASS, QUANTISED, SHARED_STATE, STORED_ADAPTER
 from megatier.convert.conversion import Conversion, Rule, Table, becomes, turns_on
 from megatier.data.formats import RECORD_FORMATS
 from megatier.errors import ConfigError
 
-KEY = "base_model"
+AXOLOTL_KEY = "base_model"
 """The key that each of these files has, and no other format."""
 
-LORA_KEYS = {
+_LORA_KEYS = {
     "rank": "lora_r",
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
@@ -44,7 +44,7 @@ USUAL = {
 """Other keys of a dataset, with the values by which nothing changes here."""
 OBJECTIVES = ("rl", "reward_model", "process_reward_model")
 """Keys by which something else than a language model is trained."""
-ATTENTION = {"sdp_attention": "sdpa", "eager_attention": "eager", "flex_attention": "flex_attention"}
+_ATTENTION = {"sdp_attention": "sdpa", "eager_attention": "eager", "flex_attention": "flex_attention"}
 
 
 def _model(made: Conversion, key: str) -> None:
@@ -63,13 +63,13 @@ def _model(made: Conversion, key: str) -> None:
         raise ConfigError(f"{made.source}: adapter is {kind}; megatier trains lora, or the whole model.")
     if kind is not None:
         # One setting of ours has all of these, and each of them gets its finding. Alpha is PEFT's default.
-        lora = common.lora_of(made, LORA_KEYS, rank=8, alpha=8.0)
+        lora = common.lora_of(made, _LORA_KEYS, rank=8, alpha=8.0)
         # Axolotl takes all linear layers besides those that are named.
         if made.flag("lora_target_linear"):
             lora["targets"] = [ALL_LINEAR]
         remark = f"needs megatier[lora]; {QUANTISED}" if kind == "qlora" else "needs megatier[lora]"
         made.carry("adapter", {"model.lora": lora}, remark, differs=kind == "qlora")
-    for name in (*LORA_KEYS.values(), "lora_target_linear"):
+    for name in (*_LORA_KEYS.values(), "lora_target_linear"):
         made.agree(name, "see adapter" if kind else "there is no adapter")
 
 
@@ -83,14 +83,14 @@ def _computing(made: Conversion, key: str) -> None:
     dtype = "fp32" if is_off and not is_fp16 else "bf16"
     made.carry(key, {"model.compute_dtype": dtype}, "masters and moments are fp32", differs=is_full)
 
-    asked = [name for name in ATTENTION if made.flag(name)]
+    asked = [name for name in _ATTENTION if made.flag(name)]
     if len(asked) == 1:
-        given: str | None = ATTENTION[asked[0]]
+        given: str | None = _ATTENTION[asked[0]]
     else:
         given = made.text("attn_implementation")
 
-    is_known = given in ATTENTION.values()
-    for name in (*ATTENTION, "attn_implementation"):
+    is_known = given in _ATTENTION.values()
+    for name in (*_ATTENTION, "attn_implementation"):
         is_set = bool(made.raw(name))
         if is_known and is_set:
             made.carry(name, {"model.attention": given})
@@ -217,8 +217,8 @@ def _trackers(made: Conversion, key: str) -> None:
         made.leave(name, f"set {variables[name]} in the environment")
 
 
-RULES: Mapping[str, Rule] = {
-    KEY: _model,
+_RULES: Mapping[str, Rule] = {
+    AXOLOTL_KEY: _model,
     "datasets": _data,
     "val_set_size": common.holdout,
     "sequence_len": common.sequence_length(512),
@@ -244,8 +244,8 @@ RULES: Mapping[str, Rule] = {
 NO_TEMPLATE = "the tokenizer's own chat template is taken; data.chat_template names another one"
 AS_IT_IS = "layers run as transformers has them"
 BY_EPOCHS = "set output.checkpoint_every, which counts steps"
-REASONS = {
-    **common.REASONS,
+_REASONS = {
+    **common.COMMON_REASONS,
     **dict.fromkeys(
         ("model_type", "tokenizer_type", "base_model_config", "is_llama_derived_model", "strict"),
         "the model's folder says what it is",
@@ -259,7 +259,7 @@ REASONS = {
     **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), AS_IT_IS),
     **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation"), AS_IT_IS),
     **dict.fromkeys(("xformers_attention", "flash_attention"), common.APART),
-    **dict.fromkeys(("ddp", "ddp_find_unused_parameters", "local_rank", "device_map", "max_memory"), SHARED),
+    **dict.fromkeys(("ddp", "ddp_find_unused_parameters", "local_rank", "device_map", "max_memory"), SHARED_STATE),
     "evals_per_epoch": "set train.evaluate_every, which counts steps",
     "eval_batch_size": "evaluations have the batch of the training",
     "eval_max_new_tokens": "evaluations measure the loss alone",
@@ -272,8 +272,8 @@ REASONS = {
     "torch_compile": "model.compile decides",
     "debug": FIGURES,
 }
-DIFFERING = {
-    **common.DIFFERING,
+_DIFFERING = {
+    **common.COMMON_DIFFERING,
     **dict.fromkeys(("load_in_8bit", "load_in_4bit"), QUANTISED),
     **dict.fromkeys(("test_datasets", "eval_datasets"), EVALUATION),
     "pretraining_dataset": "data.dataset names it, and data.streaming reads it while the run goes on",
@@ -283,10 +283,10 @@ DIFFERING = {
     "tokenizer_config": "data.tokenizer names another tokenizer than the model's",
     "tokens": "add them to the tokenizer, and name it by data.tokenizer",
     "unfrozen_parameters": "model.frozen names what is not trained",
-    "lora_model_dir": ADAPTER,
+    "lora_model_dir": STORED_ADAPTER,
     "lora_fan_in_fan_out": "weights lie as the model has them",
     "plugins": "plugins of Axolotl run in Axolotl alone",
 }
 # Its files name many keys that are off.
-TABLE: Table = ({**RULES, **common.if_on(DIFFERING)}, REASONS, {})
+AXOLOTL_TABLE: Table = ({**_RULES, **common.if_on(_DIFFERING)}, _REASONS, {})
 """What becomes of Axolotl's keys; see `Conversion.convert`."""

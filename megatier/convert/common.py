@@ -39,7 +39,7 @@ def _every(made: Conversion, key: str) -> int | None:
     return math.ceil(steps * share)
 
 
-KEYS: Mapping[str, tuple[str, Callable[[Conversion, str], object]]] = {
+_KEYS: Mapping[str, tuple[str, Callable[[Conversion, str], object]]] = {
     "seed": ("train.seed", COUNT_FROM_0),
     "learning_rate": ("train.learning_rate", Conversion.number),
     "weight_decay": ("train.weight_decay", Conversion.number),
@@ -53,7 +53,7 @@ KEYS: Mapping[str, tuple[str, Callable[[Conversion, str], object]]] = {
     "eval_steps": ("train.evaluate_every", _every),
 }
 """Keys that are one setting, and how their values are read."""
-SCHEDULES = {
+_SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
     "constant": "constant",
@@ -62,28 +62,28 @@ SCHEDULES = {
 }
 PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit")
 NARROW_ADAMW = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
-LION = ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit")
+_LION = ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit")
 """Values of optim that are AdamW with moments in 32 and in 8 bits, and Lion."""
 
 FIGURES = "metrics.jsonl has every step; `megatier report` draws it"
 ONE_PASS = "the text is tokenised once, before the first step"
-ELSEWHERE = "only architectures of transformers itself are run"
+_OWN_CODE = "only architectures of transformers itself are run"
 EVALUATION = "data.holdout_fraction keeps a part of the text for evaluation, and data.holdout_split names a split"
 QUANTISED = "the base stays in full precision"
-FIRST_VALUES = "adapters begin as PEFT's do by default"
-ADAPTER = "model.lora.adapter goes on with an adapter, whose own settings then count"
+ADAPTER_INIT = "adapters begin as PEFT's do by default"
+STORED_ADAPTER = "model.lora.adapter goes on with an adapter, whose own settings then count"
 ONE_LOSS = "head and loss are one, chunk by chunk (model.fused_loss)"
 APART = "model.attention stays at its default, which keeps documents apart (docs/data.md)"
-SHARED = "ranks share the state, and torchrun starts them (docs/scale_out.md)"
+SHARED_STATE = "ranks share the state, and torchrun starts them (docs/scale_out.md)"
 BUDGETS = "the budgets of the tiers say what lies where"
 
-REASONS = {
+COMMON_REASONS = {
     "eval_strategy": "train.evaluate_every says how often, and at the end it is always evaluated",
     "save_strategy": "output.checkpoint_every says how often",
     "logging_steps": FIGURES,
     "run_name": "output.directory names the run",
     "resume_from_checkpoint": "`megatier resume` goes on with a run",
-    "trust_remote_code": ELSEWHERE,
+    "trust_remote_code": _OWN_CODE,
     "ddp_timeout": "train.stall_timeout says when a run that hangs ends",
     "deepspeed": f"{BUDGETS}; `megatier convert` reads that file too",
     "fsdp": BUDGETS,
@@ -96,7 +96,7 @@ REASONS = {
     "hub_private_repo": "a new repository is private, unless output.hub_private_repo is false",
 }
 """Why keys have no counterpart that changes numbers."""
-DIFFERING = {
+COMMON_DIFFERING = {
     "fp16": "model.compute_dtype stays bf16, which needs no loss scaling",
     "warmup_ratio": "train.warmup_steps overrules it, as there",
     "data_seed": "data.seed sets the order of the text",
@@ -112,7 +112,7 @@ def common(**defaults: object) -> dict[str, Rule]:
     Args:
         defaults: what the trainer takes for keys that its file leaves out.
     """
-    return {key: becomes(setting, read, defaults.get(key)) for key, (setting, read) in KEYS.items()}
+    return {key: becomes(setting, read, defaults.get(key)) for key, (setting, read) in _KEYS.items()}
 
 
 def sequence_length(default: int) -> Rule:
@@ -205,7 +205,7 @@ def optimizer(made: Conversion, key: str) -> None:
     elif name in NARROW_ADAMW:
         remark = "train.moments: fp8 has 8 bits too, and has been tried less"
         made.carry(key, {"train.moments": "bf16"}, remark, differs=True)
-    elif name in LION:
+    elif name in _LION:
         remark = "its momentum is in fp32 here" if "8bit" in name else ""
         made.carry(key, {"train.optimizer": "lion"}, remark, differs=bool(remark))
     elif name == "muon":
@@ -222,8 +222,8 @@ def schedule(made: Conversion, key: str, default: str) -> None:
     if name == "cosine_with_min_lr" and made.has(least):
         made.carry(key, {"train.schedule": "cosine"})
         made.send(least, "train.min_learning_rate_ratio", made.number(least))
-    elif name in SCHEDULES:
-        made.carry(key, {"train.schedule": SCHEDULES[name]})
+    elif name in _SCHEDULES:
+        made.carry(key, {"train.schedule": _SCHEDULES[name]})
     made.leave(key, "train.schedule is constant, linear, cosine or wsd", differs=True)
 
     # A config has steps beside a ratio only if they are to overrule it.

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from megatier.config.schema import CONFIG_SECTIONS
 from megatier.errors import ConfigError
 
-Outcome = Literal["carried", "default", "left"]
+KeyOutcome = Literal["carried", "default", "left"]
 
 AUTO = "auto"
 """Stands for a value that Hugging Face fills in from its own arguments, which such a file does not hold."""
-FIGURE_MAX = 1e18
+NUMBER_MAX = 1e18
 """Larger numbers are refused, since nobody means them."""
 SECTION_DEPTH_MAX = 20
 """Levels of sections within sections."""
@@ -32,7 +32,7 @@ class Finding:
     """Its dotted name in the source."""
     value: str
     """The value as the file has it."""
-    outcome: Outcome
+    outcome: KeyOutcome
     """Whether it was carried to settings of ours, left them at their default, or has no counterpart."""
     words: str
     """The settings to which it was carried, the default that stands, or the reason why it was left."""
@@ -226,7 +226,7 @@ class Conversion:
             # Of a key that nobody knows it is safer to say that it may change numbers.
             self.leave(key, why, differs=name not in reasons)
 
-    def _found(self, key: str, outcome: Outcome, words: str, *, differs: bool) -> None:
+    def _found(self, key: str, outcome: KeyOutcome, words: str, *, differs: bool) -> None:
         # No longer waiting, so that each key has one finding.
         value = "(not given)"
         if key in self._waiting:
@@ -282,7 +282,7 @@ def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterat
 
 def is_number(value: object) -> bool:
     """Return whether a value is a finite number, of a size that somebody may mean. True and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -FIGURE_MAX < value < FIGURE_MAX
+    return isinstance(value, int | float) and not isinstance(value, bool) and -NUMBER_MAX < value < NUMBER_MAX
 
 
 def _written(value: object) -> str:

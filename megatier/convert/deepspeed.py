@@ -8,7 +8,7 @@ from megatier.convert.conversion import AUTO, COUNT_FROM_0, Conversion, becomes,
 from megatier.errors import ConfigError
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
-KEYS = {
+DEEPSPEED_KEYS = {
     "zero_optimization",
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -26,18 +26,18 @@ KEYS = {
 }
 """Keys of the first level that no other format has."""
 
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 ZERO = "zero_optimization"
 OFFLOADS = (f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer")
 
 ONE_GPU = "there is nothing to set for several GPUs: torchrun starts them, and they share the state by themselves"
 RECORDED = "the first step records the order of the layers, and from then on all is fetched ahead by it"
-BUDGETS = "tiers.gpu and tiers.ram say what lies where; the GPU is filled first, then RAM, then NVMe"
-IN_RAM = f"RAM, as here unless tiers.nvme is set; {BUDGETS}"
+_BUDGETS = "tiers.gpu and tiers.ram say what lies where; the GPU is filled first, then RAM, then NVMe"
+IN_RAM = f"RAM, as here unless tiers.nvme is set; {_BUDGETS}"
 PLANNED = "slots are sized when the run begins, from the budgets"
-FIGURES = "metrics.jsonl has times, bytes and memory of every step; `megatier report` shows them"
-ELSEWHERE = "figures go to metrics.jsonl, and to the trackers of output.report_to"
-NOT_THERE = "there is nothing like it here"
+_FIGURES = "metrics.jsonl has times, bytes and memory of every step; `megatier report` shows them"
+_ELSEWHERE = "figures go to metrics.jsonl, and to the trackers of output.report_to"
+_NOT_THERE = "there is nothing like it here"
 NO_SCALING = "bf16 needs no loss scaling; numerics.guard leaves steps out that are not finite"
 FP32_STATE = "masters are always fp32, and so are moments unless train.moments says bf16"
 
@@ -151,12 +151,12 @@ def _schedule(made: Conversion, key: str) -> None:
     kind = made.text(key)
     if kind is None:
         return
-    if kind not in SCHEDULES:
-        made.leave(key, f"only {', '.join(SCHEDULES)} have a counterpart: set train.schedule", differs=True)
+    if kind not in _SCHEDULES:
+        made.leave(key, f"only {', '.join(_SCHEDULES)} have a counterpart: set train.schedule", differs=True)
         made.leave_below("scheduler", "a setting of that schedule")
         return
 
-    made.carry(key, {"train.schedule": SCHEDULES[kind]})
+    made.carry(key, {"train.schedule": _SCHEDULES[kind]})
     params = "scheduler.params."
     becomes("train.steps", Conversion.count)(made, f"{params}total_num_steps")
     # DeepSpeed's own default is a logarithmic warm-up, so a file that does not name one has that.
@@ -211,7 +211,7 @@ def _export(made: Conversion, key: str) -> None:
     made.leave(key, "output.export, on by default, writes the model at the end, layer by layer")
 
 
-RULES = {
+_RULES = {
     "train_batch_size": _batch,
     "bf16.enabled": _precision,
     "optimizer.type": _optimizer,
@@ -242,7 +242,7 @@ RULES = {
     f"{ZERO}.stage3_gather_fp16_weights_on_model_save": _export,
 }
 OFFLOAD_REASONS = {
-    "device": BUDGETS,
+    "device": _BUDGETS,
     "pin_memory": "RAM of the tiers is always pinned if there is a GPU",
     "buffer_count": PLANNED,
     "buffer_size": PLANNED,
@@ -254,17 +254,17 @@ OFFLOAD_REASONS = {
     "super_offload": "tiers.streamed_share updates state of RAM on the GPU",
     "cpuadam_cores_perc": "tiers.update_threads says how many cores run AdamW, in all",
 }
-REASONS = {
+_REASONS = {
     "steps_per_print": "metrics.jsonl has every step",
-    "wall_clock_breakdown": FIGURES,
-    "memory_breakdown": FIGURES,
-    "flops_profiler": FIGURES,
+    "wall_clock_breakdown": _FIGURES,
+    "memory_breakdown": _FIGURES,
+    "flops_profiler": _FIGURES,
     "comms_logger": ONE_GPU,
     "dump_state": "config.yaml in the run's directory has all settings",
     "tensorboard": "TensorBoard's files lie in the run's directory",
-    "wandb": ELSEWHERE,
-    "csv_monitor": ELSEWHERE,
-    "comet": ELSEWHERE,
+    "wandb": _ELSEWHERE,
+    "csv_monitor": _ELSEWHERE,
+    "comet": _ELSEWHERE,
     "seq_parallel_comm_data_type": ONE_GPU,
     "prescale_gradients": ONE_GPU,
     "gradient_predivide_factor": ONE_GPU,
@@ -282,10 +282,10 @@ REASONS = {
     "autotuning": "`megatier plan --search` chooses the settings",
     "pipeline": ONE_GPU,
     "tensor_parallel": ONE_GPU,
-    "eigenvalue": NOT_THERE,
-    "hybrid_engine": NOT_THERE,
+    "eigenvalue": _NOT_THERE,
+    "hybrid_engine": _NOT_THERE,
     "expert_parallel": ONE_GPU,
-    "nebula": NOT_THERE,
+    "nebula": _NOT_THERE,
     "compile": "model.compile says whether layers are compiled: by default on a GPU",
     ZERO: ONE_GPU,
     **below(
@@ -298,18 +298,18 @@ REASONS = {
             "stage3_prefetch_bucket_size": RECORDED,
             "stage3_max_live_parameters": RECORDED,
             "stage3_max_reuse_distance": RECORDED,
-            "stage3_param_persistence_threshold": BUDGETS,
-            "stage3_model_persistence_threshold": BUDGETS,
-            "memory_efficient_linear": NOT_THERE,
+            "stage3_param_persistence_threshold": _BUDGETS,
+            "stage3_model_persistence_threshold": _BUDGETS,
+            "memory_efficient_linear": _NOT_THERE,
             "leaf_module": "a decoder layer is always fetched whole",
             "load_from_fp32_weights": FP32_STATE,
         },
     ),
     **{name: why for offload in OFFLOADS for name, why in below(offload, OFFLOAD_REASONS).items()},
     # For all keys of these sections that are named nowhere: the longest name that is known gives the reason.
-    **dict.fromkeys(OFFLOADS, BUDGETS),
+    **dict.fromkeys(OFFLOADS, _BUDGETS),
 }
-DIFFERING = {
+_DIFFERING = {
     "communication_data_type": ONE_GPU,
     "sparse_gradients": "gradients are dense",
     "data_types": "gradients are added up in fp32",
@@ -317,13 +317,13 @@ DIFFERING = {
     "torch_autocast": "model.compute_dtype is bf16 or fp32, for all layers",
     "optimizer": "AdamW has no such setting here",
     "scheduler": "train.schedule is constant, linear, cosine or wsd, and has no such setting",
-    "curriculum_learning": NOT_THERE,
-    "data_efficiency": NOT_THERE,
-    "progressive_layer_drop": NOT_THERE,
-    "compression_training": NOT_THERE,
-    "sparse_attention": NOT_THERE,
-    "quantize_training": NOT_THERE,
+    "curriculum_learning": _NOT_THERE,
+    "data_efficiency": _NOT_THERE,
+    "progressive_layer_drop": _NOT_THERE,
+    "compression_training": _NOT_THERE,
+    "sparse_attention": _NOT_THERE,
+    "quantize_training": _NOT_THERE,
     f"{ZERO}.zenflow": "updates are never late or in part",
 }
-TABLE = RULES, REASONS, DIFFERING
+DEEPSPEED_TABLE = _RULES, _REASONS, _DIFFERING
 """What becomes of DeepSpeed's keys; see `Conversion.convert`."""

@@ -6,17 +6,25 @@ from collections.abc import Mapping
 from functools import partial
 
 from megatier.convert import common
-from megatier.convert.common import ADAPTER, EVALUATION, FIGURES, FIRST_VALUES, ONE_LOSS, ONE_PASS, QUANTISED
+from megatier.convert.common import ADAPTER_INIT, EVALUATION, FIGURES, ONE_LOSS, ONE_PASS, QUANTISED, STORED_ADAPTER
 from megatier.convert.conversion import Conversion, Rule, becomes
 from megatier.errors import ConfigError
 
-KEYS = {"finetuning_type", "stage", "cutoff_len", "template", "model_name_or_path", "dataset_dir", "max_samples"}
+LLAMA_FACTORY_KEYS = {
+    "finetuning_type",
+    "stage",
+    "cutoff_len",
+    "template",
+    "model_name_or_path",
+    "dataset_dir",
+    "max_samples",
+}
 """Keys of the first level that no other format has."""
 
-ATTENTION = {"sdpa": "sdpa", "disabled": "eager"}
+_ATTENTION = {"sdpa": "sdpa", "disabled": "eager"}
 VISION = "data.images reads images, and model.frozen names the parts of the model that stay as they are"
 
-LORA_KEYS = {
+_LORA_KEYS = {
     "rank": "lora_rank",
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
@@ -49,10 +57,10 @@ def _kind(made: Conversion, key: str) -> None:
 
 def _adapters(made: Conversion) -> None:
     """Convert the settings of LoRA."""
-    lora = common.lora_of(made, LORA_KEYS, rank=8, alpha=None)
+    lora = common.lora_of(made, _LORA_KEYS, rank=8, alpha=None)
     made.carry("finetuning_type", {"model.lora": lora}, "needs megatier[lora]")
     # One setting of ours has all of these, and each of them gets its finding.
-    for key in LORA_KEYS.values():
+    for key in _LORA_KEYS.values():
         made.agree(key, "see finetuning_type")
 
 
@@ -65,7 +73,7 @@ def _computing(made: Conversion, key: str) -> None:
     made.carry(key, {"model.compute_dtype": dtype}, "masters and moments are fp32")
 
     written = made.text("flash_attn") or ""
-    attention = ATTENTION.get(written)
+    attention = _ATTENTION.get(written)
     if attention:
         made.carry("flash_attn", {"model.attention": attention})
     why = common.APART
@@ -111,7 +119,7 @@ def _hub(made: Conversion, key: str) -> None:
 
 
 # The numbers are LLaMA-Factory's defaults.
-RULES: Mapping[str, Rule] = {
+_RULES: Mapping[str, Rule] = {
     "stage": _kind,
     "model_name_or_path": becomes("model.path", Conversion.text),
     "bf16": _computing,
@@ -135,8 +143,8 @@ RULES: Mapping[str, Rule] = {
     "report_to": common.trackers,
     "hub_model_id": _hub,
 }
-REASONS = {
-    **common.REASONS,
+_REASONS = {
+    **common.COMMON_REASONS,
     "do_train": "`megatier train` trains",
     "do_eval": EVALUATION,
     "do_predict": "there is nothing like it here",
@@ -153,8 +161,8 @@ REASONS = {
     "use_liger_kernel": ONE_LOSS,
     "enable_liger_kernel": ONE_LOSS,
 }
-DIFFERING = {
-    **common.DIFFERING,
+_DIFFERING = {
+    **common.COMMON_DIFFERING,
     "eval_dataset": EVALUATION,
     "template": "the tokenizer's own chat template is taken; data.chat_template names another one",
     "packing": "sequences are always packed, and conversations in one do not see each other",
@@ -163,11 +171,11 @@ DIFFERING = {
     "pure_bf16": "masters are always fp32, and so are moments unless train.moments says bf16",
     "freeze_vision_tower": VISION,
     "freeze_multi_modal_projector": VISION,
-    "adapter_name_or_path": ADAPTER,
-    "create_new_adapter": ADAPTER,
+    "adapter_name_or_path": STORED_ADAPTER,
+    "create_new_adapter": STORED_ADAPTER,
     "quantization_bit": QUANTISED,
     "quantization_method": QUANTISED,
-    "pissa_init": FIRST_VALUES,
+    "pissa_init": ADAPTER_INIT,
 }
-TABLE = RULES, REASONS, DIFFERING
+LLAMA_FACTORY_TABLE = _RULES, _REASONS, _DIFFERING
 """What becomes of LLaMA-Factory's keys; see `Conversion.convert`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatier.convert.conversion import COUNT_FROM_0, COUNT_FROM_2, Conversion, becomes
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
-SECTIONS = {"model", "dataset", "vlm", "training", "optimizer", "memory", "logging"}
-ATTENTION = ("flash_attention_2", "sdpa", "eager")
+MEGATRAIN_SECTIONS = {"model", "dataset", "vlm", "training", "optimizer", "memory", "logging"}
+_ATTENTION = ("flash_attention_2", "sdpa", "eager")
 ONE_DEVICE = "CUDA_VISIBLE_DEVICES chooses the GPU"
 
 
@@ -31,7 +31,7 @@ def _devices(made: Conversion, key: str) -> None:
 
 
 def _attention(made: Conversion, key: str) -> None:
-    attention = made.text(key, *ATTENTION)
+    attention = made.text(key, *_ATTENTION)
     if attention == "flash_attention_2":
         why = "it does not stop at the borders of documents; model.attention stays sdpa (docs/data.md)"
         made.leave(key, why, differs=True)
@@ -131,7 +131,7 @@ def _optimizer(made: Conversion, key: str) -> None:
 
 
 # The numbers are MegaTrain's defaults: a run there had them even if its file does not say so.
-RULES = {
+_RULES = {
     "model.name": becomes("model.path", Conversion.text),
     "model.dtype": _dtype,
     "model.devices": _devices,
@@ -159,13 +159,13 @@ RULES = {
     "optimizer.eps": becomes("train.eps", Conversion.number, 1e-8),
     "optimizer.type": _optimizer,
 }
-REASONS = {
+_REASONS = {
     "model.device": ONE_DEVICE,
     "model.trust_remote_code": "only architectures of transformers itself are run",
     "memory.num_grad_slabs": "slots of gradients are sized when the run begins",
     "logging": "metrics.jsonl has loss, times and memory of every step",
     "dataset.num_workers": "the text is tokenised once, before the first step",
 }
-DIFFERING = {"vlm": "data.images reads images, and model.frozen names the parts of the model that stay as they are"}
-TABLE = RULES, REASONS, DIFFERING
+_DIFFERING = {"vlm": "data.images reads images, and model.frozen names the parts of the model that stay as they are"}
+MEGATRAIN_TABLE = _RULES, _REASONS, _DIFFERING
 """What becomes of MegaTrain's keys; see `Conversion.convert`."""

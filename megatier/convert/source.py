@@ -14,7 +14,7 @@ from megatier.convert import accelerate, axolotl, deepspeed, llama_factory, mega
 from megatier.convert.conversion import Conversion, Table
 from megatier.errors import ConfigError
 
-KINDS = (
+_KNOWN_CONFIGS = (
     "MegaTrain's YAML (model.name, dataset, training), LLaMA-Factory's (model_name_or_path, finetuning_type), "
     "Axolotl's (base_model), accelerate's (compute_environment, distributed_type) or DeepSpeed's JSON "
     "(zero_optimization, train_batch_size)"
@@ -43,30 +43,30 @@ def convert(path: Path) -> Conversion:
 def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Table]:
     keys = tree.keys()
     # LLaMA-Factory's files are flat, so one with sections of these names is another trainer's.
-    if keys & llama_factory.KEYS and not keys & {"model", "training"}:
-        return "LLaMA-Factory", llama_factory.TABLE
+    if keys & llama_factory.LLAMA_FACTORY_KEYS and not keys & {"model", "training"}:
+        return "LLaMA-Factory", llama_factory.LLAMA_FACTORY_TABLE
 
     # Both have keys of the same names as DeepSpeed's, such as bf16.
-    if axolotl.KEY in keys and not keys & {deepspeed.ZERO, "train_batch_size"}:
-        return "Axolotl", axolotl.TABLE
-    if keys >= accelerate.KEYS:
-        return "accelerate", accelerate.TABLE
+    if axolotl.AXOLOTL_KEY in keys and not keys & {deepspeed.ZERO, "train_batch_size"}:
+        return "Axolotl", axolotl.AXOLOTL_TABLE
+    if keys >= accelerate.ACCELERATE_KEYS:
+        return "accelerate", accelerate.ACCELERATE_TABLE
 
     # Both MegaTrain and megatier have a section `model`, and only MegaTrain's has a name in it.
     model = tree.get("model")
     has_name = isinstance(model, dict) and "name" in model
     is_megatrain = has_name or bool(keys & {"dataset", "training"})
-    is_deepspeed = bool(keys & deepspeed.KEYS)
+    is_deepspeed = bool(keys & deepspeed.DEEPSPEED_KEYS)
     if is_megatrain and not is_deepspeed:
         # Only known sections are checked: other keys get a finding that says that they are unknown.
-        known = {name: tree[name] for name in keys & megatrain.SECTIONS}
+        known = {name: tree[name] for name in keys & megatrain.MEGATRAIN_SECTIONS}
         check_sections(known, str(path))
-        return "MegaTrain", megatrain.TABLE
+        return "MegaTrain", megatrain.MEGATRAIN_TABLE
     if is_deepspeed and not is_megatrain:
-        return "DeepSpeed", deepspeed.TABLE
+        return "DeepSpeed", deepspeed.DEEPSPEED_TABLE
     if keys & CONFIG_SECTIONS.keys() and keys <= CONFIG_SECTIONS.keys():
         raise ConfigError(f"{path} is a config of megatier already; `megatier config show {path}` shows all of it.")
-    raise ConfigError(f"{path} is no config that `megatier convert` reads. It must be {KINDS}.")
+    raise ConfigError(f"{path} is no config that `megatier convert` reads. It must be {_KNOWN_CONFIGS}.")
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -90,7 +90,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             raise ConfigError(f"{path} is {said}. Give a YAML or JSON file.") from refusal
 
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no settings by name, but {str(tree)[:80]!r}. It must be {KINDS}.")
+        raise ConfigError(f"{path} holds no settings by name, but {str(tree)[:80]!r}. It must be {_KNOWN_CONFIGS}.")
     # YAML reads some names as numbers or dates, and rules go by text.
     return {str(name): value for name, value in tree.items()}
 

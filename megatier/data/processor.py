@@ -216,7 +216,7 @@ def make_labels(ids: Tensor, learnt: Sequence[Sequence[tuple[int, int]]]) -> Ten
         ids: int64 [rows, length].
         learnt: of each row the ranges of tokens that are learnt.
     """
-    labels = torch.full_like(ids, IGNORED)
+    labels = torch.full_like(ids, IGNORE_INDEX)
     for row, ranges in enumerate(learnt):
         for start, stop in ranges:
             labels[row, start:stop] = ids[row, start:stop]

@@ -16,7 +16,7 @@ from megatier.engine.stage import Stage
 from megatier.errors import StreamedModelError
 from megatier.tier import Leg
 
-GONE = (
+GRAPH_FREED = (
     "Trying to backward through the graph of a streamed module a second time: it went with the first backward, unless "
     "that had retain_graph=True."
 )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatier.engine.containers import PLAIN, Place, contents_of, empty, fill, is_container
+from megatier.engine.containers import LEAF_TYPES, ContainerKey, contents_of, empty, fill, is_container
 from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import TORCH_ATTRIBUTES
 
@@ -65,7 +65,7 @@ class _Container:
     """The bound of a deque."""
     path: str
     """The way to the container from the arguments, for messages."""
-    contents: dict[Place, _Form]
+    contents: dict[ContainerKey, _Form]
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class _Walk:
         if (known := self.known.get(id(value))) is not None:
             return known
 
-        if not (torch.is_tensor(value) or isinstance(value, PLAIN)):
+        if not (torch.is_tensor(value) or isinstance(value, LEAF_TYPES)):
             if is_container(type(value)):
                 return self._take_container(value, path)
             # One level deep. torch's function is a circle of references, which would keep the value until a collection.
@@ -112,7 +112,7 @@ class _Walk:
     def _take_container(self, value: Any, path: str) -> _Form:  # noqa: ANN401
         """Take a container apart."""
         form = _Ref(_Kind.CONTAINER, len(self.containers))
-        contents: dict[Place, _Form] = {}
+        contents: dict[ContainerKey, _Form] = {}
         maxlen = value.maxlen if isinstance(value, deque) else None
         recipe = _Container(type(value), maxlen, path, contents)
 
@@ -186,7 +186,7 @@ class Arguments:
 class Written:
     """The changes that a forward made to its copies of the containers."""
 
-    changed: dict[int, dict[Place, _Form]]
+    changed: dict[int, dict[ContainerKey, _Form]]
     """The present contents of each container that was given and changed, by its number."""
     new: list[_Container]
     """The containers that were made in the forward."""
@@ -259,7 +259,7 @@ class ContainerCopy:
         for index, tensor in self._tensors():
             walk.known[id(tensor)] = _Ref(_Kind.GIVEN, index)
 
-        changed: dict[int, dict[Place, _Form]] = {}
+        changed: dict[int, dict[ContainerKey, _Form]] = {}
         places: list[tuple[int, str]] = []
         tensors: list[Tensor] = []
 
@@ -335,7 +335,7 @@ def copy_inside(values: Sequence[Any], memory: Sequence[Tensor]) -> bool:
     return True
 
 
-def _holds_the_same(before: Mapping[Place, Any], after: Mapping[Place, Any]) -> bool:
+def _holds_the_same(before: Mapping[ContainerKey, Any], after: Mapping[ContainerKey, Any]) -> bool:
     """Return whether a container has the very same values in the same places, in the same order."""
     # By identity: comparing tensors by value would take the device, and a class may define equality as it likes.
     return list(before) == list(after) and all(before[place] is after[place] for place in before)
@@ -401,6 +401,6 @@ class _Maker:
         children = [self.value(child) for child in form.children]
         return tree_unflatten(children, form.spec)
 
-    def contents(self, forms: Mapping[Place, _Form]) -> dict[Place, Any]:
+    def contents(self, forms: Mapping[ContainerKey, _Form]) -> dict[ContainerKey, Any]:
         """Return the values in the places of a container."""
         return {place: self.value(form) for place, form in forms.items()}

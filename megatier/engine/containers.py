@@ -19,12 +19,12 @@ from transformers import PretrainedConfig
 
 from megatier.guards.held_parts import slots_of
 
-Place = tuple[str, Hashable]
+ContainerKey = tuple[str, Hashable]
 """A place in a container: an item by its key or number, or a field by its name."""
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, nn.Module, PretrainedConfig)
+LEAF_TYPES = (bool, int, float, complex, str, bytes, type(None), type, Enum, nn.Module, PretrainedConfig)
 """Kinds of values that are handed on as they are."""
-BASES: tuple[type, ...] = (OrderedDict, defaultdict, dict, deque, list, SimpleNamespace)
+_BASES: tuple[type, ...] = (OrderedDict, defaultdict, dict, deque, list, SimpleNamespace)
 """Kinds of containers, each before those that it is a kind of."""
 
 
@@ -40,9 +40,9 @@ def _base(kind: Any) -> Any:  # noqa: ANN401 - mypy takes no type for hashable
     It is a known kind of container, or object if the contents of this one are fields alone.
     """
     # Remembered, since every call of a module asks for all that it is given.
-    if issubclass(kind, PLAIN) or kind.__module__.partition(".")[0] == "torch":
+    if issubclass(kind, LEAF_TYPES) or kind.__module__.partition(".")[0] == "torch":
         return None
-    for base in BASES:
+    for base in _BASES:
         if issubclass(kind, base):
             return base
 
@@ -62,11 +62,11 @@ def _base(kind: Any) -> Any:  # noqa: ANN401 - mypy takes no type for hashable
     return object
 
 
-def contents_of(container: Any) -> dict[Place, Any]:  # noqa: ANN401
+def contents_of(container: Any) -> dict[ContainerKey, Any]:  # noqa: ANN401
     """Return all that a container holds, past whatever its class does when it is read."""
     kind: Any = type(container)
     base = _base(kind)
-    contents: dict[Place, Any] = {}
+    contents: dict[ContainerKey, Any] = {}
     if issubclass(base, dict):
         for key in base.__iter__(container):
             contents["item", key] = base.__getitem__(container, key)
@@ -101,7 +101,7 @@ def empty(kind: type, maxlen: int | None) -> Any:  # noqa: ANN401
     return made
 
 
-def fill(container: Any, contents: Mapping[Place, Any]) -> None:  # noqa: ANN401
+def fill(container: Any, contents: Mapping[ContainerKey, Any]) -> None:  # noqa: ANN401
     """Make a container hold this and nothing else, past whatever its class does when it is written to."""
     kind: Any = type(container)
     base = _base(kind)

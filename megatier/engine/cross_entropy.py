@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from megatier.engine.head import IGNORED, capped
+from megatier.engine.head import IGNORE_INDEX, capped
 
-UNKNOWN = -1
+UNKNOWN_LABEL = -1
 """Stands for a label that is neither ignored nor in the vocabulary."""
 
 
@@ -50,7 +50,7 @@ def cross_entropy_and_grad(logits: Tensor, targets: Tensor, cap: float | None, s
 
 def _of_targets(targets: Tensor, values: Tensor) -> Tensor:
     """Return the values of tokens that count, 0 for those that do not, and NaN where the target is unknown."""
-    return torch.where(targets == UNKNOWN, math.nan, torch.where(targets != IGNORED, values, 0.0))
+    return torch.where(targets == UNKNOWN_LABEL, math.nan, torch.where(targets != IGNORE_INDEX, values, 0.0))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

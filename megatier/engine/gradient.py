@@ -32,7 +32,7 @@ from megatier.errors import StreamedModelError
 from megatier.layout import Layout
 from megatier.optim.masters import weight_dtype
 
-WITHOUT = (
+_WITHOUT_GRADIENT = (
     "{} had no gradient in a step that used other parameters of its unit. It counts as zero there: moments and weight "
     "decay go on, where optimizers of torch pass over the parameter. Freeze it, or let each step use it."
 )
@@ -410,7 +410,7 @@ class Gradients:
 
         if absent and present and not self._has_warned:
             self._has_warned = True
-            warnings.warn(WITHOUT.format(min(absent)), stacklevel=2)
+            warnings.warn(_WITHOUT_GRADIENT.format(min(absent)), stacklevel=2)
         known |= present
 
 

@@ -30,15 +30,15 @@ from megatier.models.decoder import Unit, decoder_layers, is_adapter
 from megatier.models.model_class import is_classifier
 from megatier.patch import patched
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Label of a token that does not count."""
 PROBE_ROWS = 2
 """Rows of the batch with which the forward is asked."""
 PROBE_TOKENS = 3
 """Tokens of each of these rows."""
-ROUNDING = 64
+_ROUNDING_ULPS = 64
 """Units in the last place by which two ways of computing a logit may differ."""
-CAP = "final_logit_softcapping"
+_SOFTCAP_KEY = "final_logit_softcapping"
 """The name that configs have for the soft cap of logits that is taken out of the forward."""
 
 
@@ -142,7 +142,7 @@ def _is_cross_entropy(function: Callable[..., Tensor]) -> bool:
     vocab_size = 5
     numbers = torch.linspace(-1.0, 7.0, PROBE_ROWS * PROBE_TOKENS * vocab_size, dtype=torch.float32, device="cpu")
     logits = 3 * numbers.square().sin().view(PROBE_ROWS, PROBE_TOKENS, vocab_size)
-    labels = torch.tensor([[0, 1, 4], [2, 3, IGNORED]], dtype=torch.int64, device="cpu")
+    labels = torch.tensor([[0, 1, 4], [2, 3, IGNORE_INDEX]], dtype=torch.int64, device="cpu")
     mean = function(logits=logits, labels=labels, vocab_size=vocab_size)
     seventh = function(logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=7)
 
@@ -177,10 +177,10 @@ def calling_for_loss(model: PreTrainedModel, function: Callable[..., Tensor]) ->
 def without_softcap(model: PreTrainedModel) -> Iterator[float | None]:
     """Take the soft cap of logits out of the config for a while; yields the one that it names."""
     text = model.config.get_text_config()
-    cap = getattr(text, CAP, None)
+    cap = getattr(text, _SOFTCAP_KEY, None)
 
     # Written past the config, since some configs are strict dataclasses that refuse None.
-    without = {CAP: None} if cap else {}
+    without = {_SOFTCAP_KEY: None} if cap else {}
     with patched(vars(text), **without), patched(vars(model.config), **without):
         yield cap or None
 
@@ -227,7 +227,7 @@ class _Passage:
         # The forward may change what it is given in place, which a leaf refuses.
         return logits * 1.0
 
-    def loss(self, logits: Tensor, *_: object, ignore_index: int = IGNORED, **__: object) -> Tensor:
+    def loss(self, logits: Tensor, *_: object, ignore_index: int = IGNORE_INDEX, **__: object) -> Tensor:
         """Stand in for the loss function: note what came. The loss does not depend on it; what the forward adds may."""
         self.arrived.append(logits.detach().clone())
         self.ignored.add(ignore_index)
@@ -248,8 +248,8 @@ class _Passage:
             counts = f"{num_given} times, and the loss function {num_arrived} times"
             raise UnsupportedModelError(f"the forward of {name} calls the head {counts}; each must be called once.")
 
-        if self.ignored != {IGNORED}:
-            raise UnsupportedModelError(f"{name} leaves labels other than {IGNORED} out of its loss.")
+        if self.ignored != {IGNORE_INDEX}:
+            raise UnsupportedModelError(f"{name} leaves labels other than {IGNORE_INDEX} out of its loss.")
 
         given = self.given[0]
         arrived = self.arrived[0]
@@ -311,7 +311,7 @@ def _body(model: PreTrainedModel, head: nn.Module) -> nn.Module:
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
     """Return whether fp64 numbers are equal in pairs, but for rounding in fp32."""
-    tolerance = ROUNDING * torch.finfo(torch.float32).eps * expected.abs()
+    tolerance = _ROUNDING_ULPS * torch.finfo(torch.float32).eps * expected.abs()
     return bool(((found - expected).abs() <= tolerance).all())
 
 

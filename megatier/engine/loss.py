@@ -31,17 +31,17 @@ from transformers import PreTrainedModel
 from transformers.loss import loss_utils
 from transformers.utils.generic import ModelOutput
 
-from megatier.engine.backward import GONE, begin_backward
-from megatier.engine.cross_entropy import UNKNOWN, add_product, cross_entropy, cross_entropy_and_grad
-from megatier.engine.head import IGNORED, has_hooks, name_of, product_of, without_softcap
+from megatier.engine.backward import GRAPH_FREED, begin_backward
+from megatier.engine.cross_entropy import UNKNOWN_LABEL, add_product, cross_entropy, cross_entropy_and_grad
+from megatier.engine.head import IGNORE_INDEX, has_hooks, name_of, product_of, without_softcap
 from megatier.engine.node import Node
 from megatier.errors import DataError, StreamedModelError
 from megatier.readback import on_host
 from megatier.tier import Phase
 
-NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 """Kinds of arguments that have a name."""
-UNFUSED = "open the model with fused_loss=False (model.fused_loss: false)"
+_UNFUSED = "open the model with fused_loss=False (model.fused_loss: false)"
 """The remedy for whatever a fused loss does not take."""
 
 
@@ -115,7 +115,7 @@ class FusedLoss:
         labels: Tensor | None,
         vocab_size: int | None = None,
         num_items_in_batch: Tensor | float | None = None,
-        ignore_index: int = IGNORED,
+        ignore_index: int = IGNORE_INDEX,
         shift_labels: Tensor | None = None,
         **others: Any,  # noqa: ANN401 - Hugging Face passes all that the forward was given
     ) -> Tensor:
@@ -142,12 +142,12 @@ class FusedLoss:
         hidden = hidden.to(product_dtype(hidden.device, self.head.dtype))
 
         # Never read by the host, which would wait for the device and for every copy before it.
-        counted = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        counted = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
         if torch.is_tensor(counted):
             if counted.dim():
                 raise StreamedModelError(
                     f"num_items_in_batch has the shape {tuple(counted.shape)}; the loss that is fused with the head "
-                    f"takes one number. Give it as such, or {UNFUSED}."
+                    f"takes one number. Give it as such, or {_UNFUSED}."
                 )
             counted = counted.to(hidden.device)
         count = torch.zeros((), dtype=torch.float64, device=hidden.device) + counted
@@ -173,14 +173,14 @@ class FusedLoss:
             DataError: there is one.
         """
         for labels, targets in self._labels:
-            unknown = on_host(labels[targets == UNKNOWN])
+            unknown = on_host(labels[targets == UNKNOWN_LABEL])
             if unknown.numel():
                 # The label as it was given: `_targets` has put one number in the place of all unknown ones.
                 raise DataError(
                     f"{unknown.numel()} labels of the step are outside of the vocabulary of {self._vocab_size}, the "
                     f"first one is {int(unknown[0])}. So its loss is not a number, and no update of it was written. "
-                    f"Tokens that do not count have the label {IGNORED}, or the ignore_index that the model's forward "
-                    "is given."
+                    f"Tokens that do not count have the label {IGNORE_INDEX}, or the ignore_index that the model's "
+                    "forward is given."
                 )
 
     def _pass_on(self, hidden: Tensor) -> Tensor:
@@ -211,11 +211,11 @@ class FusedLoss:
         if unknown := sorted(self._refused & {name for name, value in others.items() if value is not None}):
             raise StreamedModelError(
                 f"the loss function of transformers {transformers.__version__} takes {', '.join(unknown)}, and the "
-                f"loss that is fused with the head does not. Leave it out, or {UNFUSED}."
+                f"loss that is fused with the head does not. Leave it out, or {_UNFUSED}."
             )
 
     def _targets(self, hidden: Tensor, labels: Tensor | None, ignore_index: int, shift_labels: Tensor | None) -> Tensor:
-        """Return the label of each row of hidden states, int64 [tokens]: of the vocabulary, `IGNORED` or `UNKNOWN`."""
+        """Return the label of each row of hidden states, int64 [tokens], or one of the constants for labels."""
         given = labels if shift_labels is None else shift_labels
         if given is None or given.dtype is not torch.int64:
             found = "missing" if given is None else str(given.dtype)
@@ -234,7 +234,7 @@ class FusedLoss:
             )
 
         is_known = (given >= 0) & (given < self._vocab_size)
-        targets = torch.where(given == ignore_index, IGNORED, torch.where(is_known, given, UNKNOWN))
+        targets = torch.where(given == ignore_index, IGNORE_INDEX, torch.where(is_known, given, UNKNOWN_LABEL))
         if torch.is_grad_enabled():
             # To look here would make the host wait, so they are kept until a loss is known to be wrong
             # (`check_labels`).
@@ -363,7 +363,7 @@ class _LossFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         if ctx.grads is None:
-            raise RuntimeError(GONE)
+            raise RuntimeError(GRAPH_FREED)
         fused: FusedLoss = ctx.fused
         grads: _Grads = ctx.grads
         purpose = begin_backward(fused.stage, ctx.number)
@@ -396,7 +396,7 @@ def _more_arguments() -> frozenset[str]:
     names: set[str] = set()
     for function in (loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy):
         parameters = inspect.signature(function).parameters
-        names.update(name for name, parameter in parameters.items() if parameter.kind in NAMED)
+        names.update(name for name, parameter in parameters.items() if parameter.kind in _NAMED)
 
     # The second one's names for logits and labels.
     names -= {"source", "target"}
@@ -407,5 +407,5 @@ def _changed(what: str) -> StreamedModelError:
     """Make the error of a model that is not what it was when head and loss were fused."""
     return StreamedModelError(
         f"the model's loss is fused with its head, and since the model was opened {what}. The fused loss would not be "
-        f"the model's own; undo that, or {UNFUSED}."
+        f"the model's own; undo that, or {_UNFUSED}."
     )

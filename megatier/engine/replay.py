@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from megatier.errors import StreamedModelError
 
-COUNTING = ("torch.utils.flop_counter", "torch.utils._debug_mode", "torch.distributed.tensor.debug._comm_mode")
+_COUNTING_MODES = ("torch.utils.flop_counter", "torch.utils._debug_mode", "torch.distributed.tensor.debug._comm_mode")
 """The modules of torch whose modes look at operators and change none."""
 
 
@@ -55,15 +55,17 @@ def _reductions(kind: str) -> _Setting:
 
 
 _cuda = torch.backends.cuda
-ORDER = _Setting("the order of attention's kernels", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order)
-DEFAULT_DTYPE = _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
+KERNEL_ORDER = _Setting(
+    "the order of attention's kernels", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
+)
+_DEFAULT_DTYPE = _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
 """A forward may read it. What megatier itself makes never does (`defaults`), so no run depends on it."""
-SETTINGS = (
+_SETTINGS = (
     _Setting("deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
     _Setting("flash attention", _cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     _Setting("attention by products", _cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    ORDER,
+    KERNEL_ORDER,
     _Setting(
         "reductions of attention by products",
         _cuda.fp16_bf16_reduction_math_sdp_allowed,
@@ -77,7 +79,7 @@ SETTINGS = (
     _attribute(torch.backends.opt_einsum, "opt_einsum.strategy"),
 )
 """Settings of all threads."""
-GPU_SETTINGS = (
+_GPU_SETTINGS = (
     _Setting("efficient attention", _cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     _Setting("cuDNN's attention", _cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
     _precision("cuda", "matmul"),
@@ -91,7 +93,7 @@ GPU_SETTINGS = (
     _attribute(torch.backends.cudnn, "cudnn.deterministic"),
 )
 """Those that no kernel of a CPU reads."""
-THREADS = _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads)
+_THREADS = _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads)
 """The setting of a thread on which sums on the CPU depend. With CUDA the backward has a thread of its own."""
 
 
@@ -101,10 +103,10 @@ def settings_now(device: torch.device) -> dict[str, str]:
     Args:
         device: the device that computes.
     """
-    settings: Sequence[_Setting] = SETTINGS
+    settings: Sequence[_Setting] = _SETTINGS
     if device.type == "cuda":
         _settle_order(device)
-        settings = (*SETTINGS, *GPU_SETTINGS)
+        settings = (*_SETTINGS, *_GPU_SETTINGS)
     return {setting.name: str(setting.get()) for setting in settings}
 
 
@@ -123,12 +125,12 @@ class Replay:
         self._training = _training(module)
         self._cpu_rng = torch.get_rng_state()
         self._cuda_rng: torch.Tensor | None = None
-        self._settings: Sequence[_Setting] = (DEFAULT_DTYPE, *SETTINGS, THREADS)
+        self._settings: Sequence[_Setting] = (_DEFAULT_DTYPE, *_SETTINGS, _THREADS)
         if device.type == "cuda":
             # Before the settings are read: the order of kernels is one of them.
             _settle_order(device)
             self._cuda_rng = torch.cuda.get_rng_state(device)
-            self._settings = (DEFAULT_DTYPE, *SETTINGS, *GPU_SETTINGS)
+            self._settings = (_DEFAULT_DTYPE, *_SETTINGS, *_GPU_SETTINGS)
         self._values = [setting.get() for setting in self._settings]
 
         # Of the CPU too, as torch.utils.checkpoint does: a module may compute some of it there.
@@ -218,7 +220,7 @@ def _modes() -> tuple[list[Any], torch.device]:
     for mode in modes:
         if isinstance(mode, DeviceContext):
             default = mode.device
-        elif type(mode).__module__ not in COUNTING:
+        elif type(mode).__module__ not in _COUNTING_MODES:
             found.append(mode)
     return found, default
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from megatier.engine.carried_tensors import Written
 from megatier.errors import ConfigError
 
-Shape = tuple[int, ...] | None
+_Shape = tuple[int, ...] | None
 """The shape of a value; None for one that is no tensor, or has no dimension."""
-Shapes = list[Shape]
+_Shapes = list[_Shape]
 """The shapes of values, in order."""
 
 
@@ -28,7 +28,7 @@ class Rows:
         self._module_name = module_name
         self.batched: list[bool | None] | None = None
         """Whether each flat argument is cut (None: it was no tensor while learning); None: not learnt yet."""
-        self._one: dict[str, Shapes] = {}
+        self._one: dict[str, _Shapes] = {}
         """The shapes that a run with one row takes, returns and writes."""
         self._joins = False
         """Whether all that is written into containers has the batch in front."""
@@ -106,17 +106,17 @@ class Rows:
             )
 
 
-def _differ_in_front(one: Shape, other: Shape) -> bool:
+def _differ_in_front(one: _Shape, other: _Shape) -> bool:
     """Return whether two shapes differ in the first dimension at most, or one of the two is none."""
     return one is None or other is None or one[1:] == other[1:]
 
 
-def _are_batched(one: Shape, other: Shape) -> bool:
+def _are_batched(one: _Shape, other: _Shape) -> bool:
     """Return whether two shapes differ in the first dimension, and in that alone."""
     if one is None or other is None:
         return False
     return one[0] != other[0] and one[1:] == other[1:]
 
 
-def _shapes(values: Sequence[Any]) -> Shapes:
+def _shapes(values: Sequence[Any]) -> _Shapes:
     return [tuple(x.shape) if torch.is_tensor(x) and x.dim() else None for x in values]

@@ -44,7 +44,7 @@ from megatier.ranks.ranks import Ranks
 from megatier.readback import on_host
 from megatier.tier import Leg
 
-REMEDY = "Lower the learning rate, clip gradients to a norm, or look at the data of this step."
+NON_FINITE_REMEDY = "Lower the learning rate, clip gradients to a norm, or look at the data of this step."
 """The advice of messages about numbers that are not finite."""
 
 
@@ -239,7 +239,7 @@ class Engine:
         try:
             self._player.drain_gradients()
         except NonFiniteError as error:
-            raise NonFiniteError(f"step {step}: {error}. {REMEDY}", error.updated) from error
+            raise NonFiniteError(f"step {step}: {error}. {NON_FINITE_REMEDY}", error.updated) from error
         return self._optimizer.sums.norm()
 
     def finish_step(self, step: int, rate: float, norm: float, loss: float, batch: Batch | None = None) -> StepResult:
@@ -412,5 +412,6 @@ class Engine:
         num_before = self._skips - 1
         in_a_row = f", and {num_before} steps before it were left out" if num_before > 0 else ""
         return NonFiniteError(
-            f"the {what} of step {step} is not finite{in_a_row}{where}. No update of this step was written. {REMEDY}"
+            f"the {what} of step {step} is not finite{in_a_row}{where}. No update of this step was written. "
+            f"{NON_FINITE_REMEDY}"
         )

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatier.compute.attention_kernels import KeptAttention, LastModule
 from megatier.engine.activation import Rebinding, SideOffload, dropping
-from megatier.engine.backward import GONE, Purpose, begin_backward
+from megatier.engine.backward import GRAPH_FREED, Purpose, begin_backward
 from megatier.engine.bound_module import BoundModule
 from megatier.engine.call import Call, concatenate
 from megatier.engine.replay import Replay
@@ -344,7 +344,7 @@ def _take_graph(record: _ForwardRecord, index: int, purpose: Purpose, *regions: 
     """Return the graph of a slice that the forward left, bound to where its memory lies now."""
     graph = record.graphs[index]
     if graph is None:
-        raise RuntimeError(GONE)
+        raise RuntimeError(GRAPH_FREED)
     graph.rebinding.bind(*regions)
 
     # Autograd frees what it saved as it goes, but only if nobody else holds the graph.

@@ -22,7 +22,7 @@ from megatier.engine.engine_options import EngineOptions
 from megatier.engine.expert_parts import ExpertsNode, guard, install_sums
 from megatier.engine.grad_sink import GradMeter
 from megatier.engine.gradient import Gradients
-from megatier.engine.head import IGNORED, can_fuse
+from megatier.engine.head import IGNORE_INDEX, can_fuse
 from megatier.engine.loss import FusedLoss
 from megatier.engine.node import Lender, Node
 from megatier.engine.stage import Stage, UnitPlayer
@@ -412,7 +412,7 @@ def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: st
 
 def num_counted(batch: Batch) -> int:
     """Return the number of tokens whose prediction counts. Nothing predicts the first token of a row."""
-    return int((batch["labels"][:, 1:] != IGNORED).sum())
+    return int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
 
 
 @contextmanager

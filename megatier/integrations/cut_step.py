@@ -10,11 +10,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from megatier.errors import ConfigError
 from megatier.integrations.streamed import Streamed
 
-STOPPED = (
+_STOPPED = (
     "a callback has set should_epoch_stop in on_substep_end, so an epoch ended within a step. The Trainer adds those "
     "gradients to the next step, and a streamed model cannot. Set it in on_step_end."
 )
-ENDED = (
+_ENDED = (
     "train_dataset does not say how many rows it has, and ended within a step. The Trainer adds those gradients to the "
     "next step, and a streamed model cannot. Give rows that make whole steps (per_device_train_batch_size times "
     "gradient_accumulation_steps), or max_steps that end with the epoch."
@@ -52,7 +52,7 @@ class CutStep(TrainerCallback):
             self._streamed.abandon()
             self._losses.clear()
             is_stopped = control.should_epoch_stop or control.should_training_stop
-            self._cause = STOPPED if is_stopped else ENDED
+            self._cause = _STOPPED if is_stopped else _ENDED
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Refuse to go on, where the Trainer would add the gradients of the cut step to those of the next one.

@@ -20,7 +20,7 @@ from megatier.setup.workload import COMPUTE_DTYPES
 from megatier.state import Moments
 from megatier.tier import Activations, ActivationsName
 
-Made = TypeVar("Made", bound=Section)
+_SectionT = TypeVar("_SectionT", bound=Section)
 
 
 class ShortArguments(TypedDict, total=False):
@@ -62,7 +62,7 @@ class Short(NamedTuple):
     """The least whole number that it may be; None: it is no whole number."""
 
 
-POLICIES = tuple(policy for policy in Activations if not policy.offloads_input)
+_POLICIES = tuple(policy for policy in Activations if not policy.offloads_input)
 """Policies for activations of sequences of any length."""
 SHORT: Mapping[str, Short] = {
     "accumulation_steps": Short(1, ("train.groups",), least=1),
@@ -76,7 +76,7 @@ SHORT: Mapping[str, Short] = {
     "compute_dtype": Short("bf16", ("model.compute_dtype",), tuple(COMPUTE_DTYPES)),
     "moments": Short("fp32", ("train.moments",), MOMENT_FORMATS),
     "seed": Short(0, ("train.seed",), least=0),
-    "activations": Short("keep", ("train.activations",), POLICIES),
+    "activations": Short("keep", ("train.activations",), _POLICIES),
     "fused_loss": Short(True, ("model.fused_loss",)),
     "compile": Short(None, ("model.compile",)),
     "attention": Short(None, ("model.attention",)),
@@ -89,9 +89,9 @@ SHORT: Mapping[str, Short] = {
     "products_except": Short((), ("numerics.products_except",)),
 }
 """All short arguments."""
-CHECKED = ("lr", "betas", "eps", "weight_decay", "momentum", "clip")
+_CHECKED = ("lr", "betas", "eps", "weight_decay", "momentum", "clip")
 """Those that are numbers of an optimizer."""
-FOLLOWED = (
+FOLLOWED_FIELDS = (
     *("groups", "optimizer", "learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum", "moments", "clip"),
     *("seed", "activations", "kept_layers", "kept_attention"),
 )
@@ -117,7 +117,7 @@ NOT_OF_LOOPS: Mapping[str, str] = {
     "stall_timeout": "a loop has no watchdog, since it may stop between its steps",
 }
 """The other fields, which are refused if they are given, and what is done instead."""
-ELSEWHERE = {
+_OTHER_NAMES = {
     "learning_rate": "lr",
     "max_grad_norm": "clip",
     "gradient_clipping": "clip",
@@ -157,7 +157,7 @@ def loop_config(
     Raises:
         ConfigError: names the argument or field that cannot be taken.
     """
-    refuse_unknown(given)
+    refuse_unknown_arguments(given)
     settings: dict[str, Any] = {}
     for name, argument in SHORT.items():
         value = _checked(name, given.get(name, argument.default))
@@ -216,7 +216,7 @@ def _checked(name: str, value: Any, told: str = "") -> Any:  # noqa: ANN401 - of
         ConfigError: it cannot be taken; names it, or what it is told as.
     """
     argument = SHORT[name]
-    if name in CHECKED:
+    if name in _CHECKED:
         check_setting(name, value)
     elif argument.least is not None and not (value is None and argument.default is None):
         return number(name, value, f"at least {argument.least}", least=argument.least, whole=True)
@@ -228,7 +228,7 @@ def _checked(name: str, value: Any, told: str = "") -> Any:  # noqa: ANN401 - of
     return value
 
 
-def refuse_unknown(names: Iterable[str]) -> None:
+def refuse_unknown_arguments(names: Iterable[str]) -> None:
     """Refuse arguments that `megatier.stream` does not have, with those that are meant.
 
     Raises:
@@ -237,7 +237,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
     known = ["tiers", "train", *SHORT]
     for name in names:
         if name not in known:
-            near = suggest_names(name, known, ELSEWHERE, cutoff=0.7)
+            near = suggest_names(name, known, _OTHER_NAMES, cutoff=0.7)
             hint = f"Did you mean {near}?" if near else f"It takes {', '.join(known)}."
             raise ConfigError(f"megatier.stream has no argument {shown(name)}. {hint}")
 
@@ -254,7 +254,7 @@ def read_tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
     return TiersConfig() if given is None else read_section(TiersConfig, given)
 
 
-def read_section(kind: type[Made], given: Made | Mapping[str, Any]) -> Made:
+def read_section(kind: type[_SectionT], given: _SectionT | Mapping[str, Any]) -> _SectionT:
     """Return a section that is given as itself, or as keys with values.
 
     Raises:

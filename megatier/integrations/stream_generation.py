@@ -27,7 +27,7 @@ from megatier.schedule.lent_room import LentRoom
 from megatier.session.resident_weights import ResidentWeights
 from megatier.session.session import Session
 
-LOG = logging.getLogger("megatier")
+_LOG = logging.getLogger("megatier")
 
 
 class StreamedGeneration(StreamedSteps):
@@ -135,7 +135,7 @@ class StreamedGeneration(StreamedSteps):
         else:
             where = "beside the memory of training"
         left = mib(self._resident.left_bytes)
-        LOG.info(
+        _LOG.info(
             "generation: all weights are held on the GPU, so a token moves none: %s %s. For keys and values, and for "
             "the forward itself, %s are left.",
             held,

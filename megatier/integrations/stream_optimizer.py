@@ -14,7 +14,7 @@ from megatier.models.decoder import decays
 from megatier.optimizers import OPTIMIZERS
 from megatier.tiered_adamw.external_state import ExternalStateOptimizer, check_group
 
-SHARED = ("lr", "betas", "eps", "momentum")
+_SHARED_SETTINGS = ("lr", "betas", "eps", "momentum")
 """Settings that all groups share. AdamW has no momentum."""
 
 
@@ -96,7 +96,7 @@ class StreamedOptimizer(ExternalStateOptimizer):
 
         # The kernels take one set of scalars for all units, and decay is on or off for each parameter.
         decayed, others = self.param_groups
-        if different := [name for name in SHARED if decayed.get(name) != others.get(name)]:
+        if different := [name for name in _SHARED_SETTINGS if decayed.get(name) != others.get(name)]:
             raise StreamedModelError(
                 f"all groups of a streamed model share {different[0]}; set the same value in all param_groups."
             )

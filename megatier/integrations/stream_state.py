@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from megatier.adapters.adapter_folder import export
+from megatier.adapters.adapter_folder import export_trained
 from megatier.adapters.base import noted_identity
 from megatier.adapters.given_adapters import without_adapters
 from megatier.adapters.lora import adapter_config
@@ -275,7 +275,7 @@ class StreamedState(ABC):
         with self._all_ranks.failing_together(), session.reading_masters() as read:
             # The first rank alone has what reads: the others send it their shards inside.
             if read is not None:
-                export(
+                export_trained(
                     Path(folder),
                     self.model,
                     session.whole_units,

@@ -21,9 +21,9 @@ from megatier.session.session import Session
 from megatier.trace.events import TraceEvent, write_trace
 
 FORWARD = "a forward with gradients"
-STEP = "optimizer.step()"
+OPTIMIZER_STEP = "optimizer.step()"
 """What ranks have come to, where they meet within a step."""
-TRACED_STEPS = 3
+_TRACED_STEPS = 3
 """The number of last steps that `Streamed.write_trace` writes."""
 
 
@@ -84,7 +84,7 @@ class StreamedSteps(StreamedState):
         # Trainers ask for the norm before `optimizer.step` asks again. The pass can be ended only once.
         if self._step.norm is None:
             self._check_whole()
-            if dropped := self._meet(STEP):
+            if dropped := self._meet(OPTIMIZER_STEP):
                 self._drop_step()
                 raise StepDroppedError(self.steps + 1, dropped)
 
@@ -125,7 +125,7 @@ class StreamedSteps(StreamedState):
         if len(losses) == self.accumulation_steps:
             loss = float(torch.stack(losses).sum())
         self.last = replace(result, loss=loss)
-        self._events = [*self._events[1 - TRACED_STEPS :], (step, self._session.player.take_events())]
+        self._events = [*self._events[1 - _TRACED_STEPS :], (step, self._session.player.take_events())]
         return self.last
 
     def abandon(self) -> None:
@@ -153,7 +153,7 @@ class StreamedSteps(StreamedState):
             if group >= self._step.num_groups:
                 self._meet(FORWARD, cause)
             self._session.player.sit_out(group)
-        self._meet(STEP, cause)
+        self._meet(OPTIMIZER_STEP, cause)
         self._drop_step()
 
     def _drop_step(self) -> None:

@@ -16,9 +16,9 @@ from megatier.integrations.streamed import Streamed
 from megatier.integrations.trainer_rows import Base
 from megatier.trainer_guards.arguments import refuse_any
 
-STATE_FOLDER = "megatier"
+STREAMED_FOLDER = "megatier"
 """Folder in a checkpoint of the Trainer, with masters and moments."""
-WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 """Names of the files that hold a model's weights, whole or in shards, and of their index."""
 
 
@@ -65,7 +65,7 @@ class TrainerFiles(Base):
 
         # Weights of an older save with another number of shards: from_pretrained would load them, and not the new ones.
         for file in folder.iterdir():
-            if WEIGHTS.fullmatch(file.name) and file.name not in written and not self.streamed.has_adapters:
+            if _WEIGHT_FILES.fullmatch(file.name) and file.name not in written and not self.streamed.has_adapters:
                 file.unlink()
         # As the Trainer's own `_save` does: without a tokenizer of its own it takes the collator's.
         tokenizer = self.processing_class
@@ -78,7 +78,7 @@ class TrainerFiles(Base):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the Trainer's files for resuming, whose optimizer has settings alone, and masters and moments."""
         super()._save_optimizer_and_scheduler(output_dir)
-        self.streamed.save(Path(output_dir) / STATE_FOLDER)
+        self.streamed.save(Path(output_dir) / STREAMED_FOLDER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load masters, moments and the number of the step; the Trainer loads the rest.
@@ -87,7 +87,7 @@ class TrainerFiles(Base):
             CheckpointError: there are none.
             ConfigError: its steps had another number of groups, so the Trainer would go on at other rows.
         """
-        folder = Path(resume_from_checkpoint) / STATE_FOLDER
+        folder = Path(resume_from_checkpoint) / STREAMED_FOLDER
         streamed = self.streamed
         if not folder.is_dir():
             raise CheckpointError(
@@ -115,4 +115,4 @@ class TrainerFiles(Base):
     def _load_best_model(self) -> None:
         """Load the best checkpoint's masters; moments stay those of the last step, as under the Trainer."""
         assert self.state.best_model_checkpoint is not None
-        self.streamed.restore_weights(Path(self.state.best_model_checkpoint) / STATE_FOLDER)
+        self.streamed.restore_weights(Path(self.state.best_model_checkpoint) / STREAMED_FOLDER)

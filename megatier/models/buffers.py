@@ -27,14 +27,14 @@ mask."""
 KEPT_ELEMENTS_MAX = 1 << 16
 """Elements of a parameter whose value is kept, at most: of a gate, a scale, a norm."""
 
-NAMES = (
+_NAMES = (
     *("arange", "as_tensor", "asarray", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn"),
     *("randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
 )
-FILLING = frozenset(getattr(torch, name) for name in NAMES)
+_FILLING = frozenset(getattr(torch, name) for name in _NAMES)
 """Functions that make a tensor with values in it. What `torch.empty` makes has none, so nothing is lost on meta."""
 
-DRAWING = frozenset({"kaiming_uniform_", "normal_", "uniform_"})
+_DRAWING = frozenset({"kaiming_uniform_", "normal_", "uniform_"})
 """Names of functions that draw values into a tensor."""
 
 
@@ -93,7 +93,7 @@ class _NothingDrawn(TorchFunctionMode):
         kwargs = kwargs or {}
 
         # The function is torch's, the method of tensors, or what Hugging Face puts in place of the first.
-        if function.__name__ in DRAWING:
+        if function.__name__ in _DRAWING:
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
@@ -113,7 +113,7 @@ class _FilledOnCPU(_NothingDrawn):
         kwargs = kwargs or {}
         made = super().__torch_function__(function, types, args, kwargs)
         names_device = kwargs.get("device") is not None
-        if function not in FILLING or not made.is_meta or names_device:
+        if function not in _FILLING or not made.is_meta or names_device:
             return made
 
         # Hugging Face finds out by `torch.tensor([])` that a model is built on meta.

@@ -29,7 +29,7 @@ from megatier.models.weight_conversion import Assembly, TensorRun, hub_layout
 from megatier.models.weight_files import INDEX_FILE, SINGLE_FILE
 from megatier.models.weights import by_columns, chunks
 
-Read = Callable[[Unit, int, int], Tensor]
+ReadElements = Callable[[Unit, int, int], Tensor]
 """Reads elements [start, stop) of a unit's layout as a flat fp32 CPU tensor."""
 
 
@@ -44,7 +44,7 @@ def export(
     folder: Path,
     model: PreTrainedModel,
     units: Sequence[Unit],
-    read: Read,
+    read: ReadElements,
     dtype: torch.dtype,
     shard_bytes: int,
     tokenizer: Tokens | None = None,
@@ -188,7 +188,7 @@ class _Outgoing:
             num_elements = math.prod(assembly.shape)
             self.num_bytes[name] = num_elements * self._dtype_of(assembly).itemsize
 
-    def write_shard(self, path: Path, names: Sequence[str], read: Read) -> None:
+    def write_shard(self, path: Path, names: Sequence[str], read: ReadElements) -> None:
         """Write a file: its header, then the tensors in the order of `names`. It is on disk when this returns."""
         tensors = {name: self._layout[name] for name in names}
         header = write_header((name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items())
@@ -220,7 +220,7 @@ class _Outgoing:
             return torch.float32
         return self._dtype
 
-    def _chunks(self, run: TensorRun, read: Read) -> Iterator[Tensor]:
+    def _chunks(self, run: TensorRun, read: ReadElements) -> Iterator[Tensor]:
         """Yield the elements of a run, in chunks."""
         if run.num_columns:
             # The first column has elements of all rows, so the matrix is whole in memory.
@@ -234,7 +234,7 @@ class _Outgoing:
             stop = run.start + last
             yield from self._elements(run.name, start, stop, read)
 
-    def _elements(self, name: str, start: int, stop: int, read: Read) -> Iterator[Tensor]:
+    def _elements(self, name: str, start: int, stop: int, read: ReadElements) -> Iterator[Tensor]:
         """Yield elements [start, stop) of a tensor of the model, flat, from each unit that holds some."""
         if name in self._buffers:
             yield self._buffers[name].flatten()[start:stop]

@@ -11,12 +11,12 @@ from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError, ModelNotFoundError
 from megatier.foreign import at_one_commit, shown
 
-CONFIG_FILE = "config.json"
-SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
+MODEL_CONFIG_FILE = "config.json"
+_SETTINGS_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 """The files of a hub repository from which a skeleton and a tokenizer are made."""
-WEIGHTS = "*.safetensors"
+_WEIGHT_FILES = "*.safetensors"
 """Its weights. Many repositories hold the same ones in other formats too, which nobody needs here."""
-FORMAT = "Give the folder of a Hugging Face model, with config.json and *.safetensors."
+_FORMAT_REMEDY = "Give the folder of a Hugging Face model, with config.json and *.safetensors."
 
 
 def resolve(path_or_id: str, *, weights: bool = True) -> Path:
@@ -37,7 +37,7 @@ def resolve(path_or_id: str, *, weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    patterns = [*SETTINGS, WEIGHTS] if weights else [*SETTINGS]
+    patterns = [*_SETTINGS_FILES, _WEIGHT_FILES] if weights else [*_SETTINGS_FILES]
     try:
         return at_one_commit(snapshot_download(path_or_id, allow_patterns=patterns))
     except (OSError, HFValidationError) as error:
@@ -92,11 +92,11 @@ def _check_folder(folder: Path) -> None:
     Raises:
         ConfigError: it has no config.json.
     """
-    if (folder / CONFIG_FILE).exists():
+    if (folder / MODEL_CONFIG_FILE).exists():
         return
     # What is there instead says what the user has in hand.
     files = sorted(folder.iterdir())
-    what = f"has no {CONFIG_FILE}" if files else "is empty"
+    what = f"has no {MODEL_CONFIG_FILE}" if files else "is empty"
     raise ConfigError(_refusal(folder, files, what))
 
 
@@ -106,8 +106,8 @@ def _refusal(path: Path, files: list[Path], what: str) -> str:
         what = "is in GGUF, a format for inference that has no full precision"
     if any(file.name == ADAPTER_FILE for file in files):
         what = (
-            f"has no {CONFIG_FILE} but adapters ({ADAPTER_FILE}): set model.path to their base and model.lora.adapter "
-            "to this folder. By itself it"
+            f"has no {MODEL_CONFIG_FILE} but adapters ({ADAPTER_FILE}): set model.path to their base and "
+            "model.lora.adapter to this folder. By itself it"
         )
         return f"model.path: {shown(str(path))} {what} is no Hugging Face model."
-    return f"model.path: {shown(str(path))} {what}, so it is no Hugging Face model. {FORMAT}"
+    return f"model.path: {shown(str(path))} {what}, so it is no Hugging Face model. {_FORMAT_REMEDY}"

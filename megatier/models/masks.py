@@ -22,8 +22,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-FLEX = "flex_attention"
-TAKEN_FOR_GRANTED = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
+_FLEX = "flex_attention"
+CAUSAL_KERNEL_OPTIONS = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
 """Options of the kernel that hold for causal attention over whole blocks."""
 MASKS_MAX = 8
 """Masks that are held at once. A run has one for each length and kind of layer."""
@@ -34,8 +34,8 @@ class BlockMasks:
 
     def __init__(self) -> None:
         """Let models call the kernel by `attend` from now on, unless somebody has put another there."""
-        if ALL_ATTENTION_FUNCTIONS[FLEX] is flex_attention_forward:
-            ALL_ATTENTION_FUNCTIONS.register(FLEX, attend)
+        if ALL_ATTENTION_FUNCTIONS[_FLEX] is flex_attention_forward:
+            ALL_ATTENTION_FUNCTIONS.register(_FLEX, attend)
         self._made: dict[Hashable, BlockMask] = {}
         self._compiled: Callable[..., BlockMask] | None = None
 
@@ -117,7 +117,7 @@ def attend(
     if isinstance(attention_mask, BlockMask) and attention_mask.mask_mod is causal:
         # What the caller gives for itself has precedence.
         given = others.get("kernel_options") or {}
-        others["kernel_options"] = TAKEN_FOR_GRANTED | given
+        others["kernel_options"] = CAUSAL_KERNEL_OPTIONS | given
     output: tuple[Tensor, Tensor | None] = flex_attention_forward(module, query, key, value, attention_mask, **others)
     return output
 

@@ -18,7 +18,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatier.compute.fp8 import ALIGNED, Fp8Linear, fits_fp8, set_fp8
-from megatier.compute.fp8_stacks import FIRST, LAST, Fp8Experts, fits_fp8_experts, set_fp8_experts, supports_fp8
+from megatier.compute.fp8_stacks import (
+    FIRST_MATRICES,
+    LAST_MATRIX,
+    Fp8Experts,
+    fits_fp8_experts,
+    set_fp8_experts,
+    supports_fp8,
+)
 from megatier.compute.quantised_linear import CODES, QuantisedLinear
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.models.decoder import Unit
@@ -30,9 +37,9 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Settings of a text config that say how many experts a layer has."""
 ROUTERS = ("gate", "router", "classifier", "wg")
 """Names of linear layers that are routers, if they give a number for each expert."""
-WEIGHTS = ("weight", CODES)
+_WEIGHT_NAMES = ("weight", CODES)
 """Names of what a linear layer multiplies: a matrix, or the codes of one that is quantised."""
-STACKS = (*FIRST, LAST)
+STACKS = (*FIRST_MATRICES, LAST_MATRIX)
 """Names of what a stack of experts multiplies."""
 ODD = f"whose sizes are no multiples of {ALIGNED}"
 CODED = "whose codes are no FP8 with a scale for each row"
@@ -52,7 +59,7 @@ class Products:
     def weights(self) -> frozenset[str]:
         """The names of the weights of those that do, or of their codes."""
         # A module has some of these leaves alone, and nobody asks for the others.
-        return frozenset(f"{name}.{leaf}" for name in self.fp8 for leaf in (*WEIGHTS, *STACKS))
+        return frozenset(f"{name}.{leaf}" for name in self.fp8 for leaf in (*_WEIGHT_NAMES, *STACKS))
 
     def described(self) -> Iterator[str]:
         """Yield in sentences which they are, by the last part of their names."""
@@ -152,7 +159,7 @@ def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linea
 
             # A subclass, or a forward of somebody's own, may compute anything.
             is_linear = type(layer) in (nn.Linear, Fp8Linear, QuantisedLinear) and "forward" not in vars(layer)
-            is_own = any(f"{name}.{leaf}" in own for leaf in WEIGHTS)
+            is_own = any(f"{name}.{leaf}" in own for leaf in _WEIGHT_NAMES)
             if not (is_linear and is_own) or ".lora_" in name:
                 continue
             assert isinstance(layer, nn.Linear)

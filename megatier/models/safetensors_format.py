@@ -20,7 +20,7 @@ from megatier.errors import FileChangedError, UnsupportedModelError
 from megatier.files import FileVersion
 from megatier.foreign import TABLE_BYTES_MAX, opened, parse_json, shown
 
-DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -35,7 +35,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 """Torch's dtypes by their names in the format."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 MAX_DIMENSIONS = 64
 """Dimensions of a tensor. Torch takes no more, and a product of many more large numbers takes hours."""
 
@@ -49,7 +49,7 @@ class StoredTensor:
     name: str
     """The stored name."""
     dtype: str
-    """A name of the format, such as `BF16`; not every one is a key of DTYPES."""
+    """A name of the format, such as `BF16`; not every one is a key of SAFETENSORS_DTYPES."""
     shape: tuple[int, ...]
     """The stored shape."""
     offset: int
@@ -117,7 +117,7 @@ def write_header(
     for name, dtype, shape in tensors:
         stop = offset + math.prod(shape) * dtype.itemsize
         header[name] = {
-            "dtype": DTYPE_NAMES[dtype],
+            "dtype": SAFETENSORS_NAMES[dtype],
             "shape": list(shape),
             "data_offsets": [offset, stop],
         }
@@ -165,7 +165,7 @@ def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) 
         num_bytes=end - begin,
     )
     # A dtype that torch has not is refused when the tensor is needed.
-    if dtype in DTYPES and stored.num_bytes != math.prod(shape) * DTYPES[dtype].itemsize:
+    if dtype in SAFETENSORS_DTYPES and stored.num_bytes != math.prod(shape) * SAFETENSORS_DTYPES[dtype].itemsize:
         raise UnsupportedModelError(f"{tensor} has {end - begin} bytes, which is not {dtype} of shape {tuple(shape)}.")
     return stored
 

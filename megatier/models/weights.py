@@ -25,16 +25,16 @@ from megatier.errors import TransferError, UnsupportedModelError
 from megatier.foreign import shown
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
-from megatier.models.safetensors_format import DTYPES, StoredTensor
+from megatier.models.safetensors_format import SAFETENSORS_DTYPES, StoredTensor
 from megatier.models.weight_conversion import Assembly, TensorRun, assemble, runs_holding
 from megatier.models.weight_files import read_generation_config, read_headers
 
 READ_ELEMENTS = 4 << 20
 """Elements that are read, converted or written at once: 16 MiB in fp32."""
 
-FULL_PRECISION = ("F32", "BF16", "F16")
+FULL_PRECISION_NAMES = ("F32", "BF16", "F16")
 """Dtypes of files that hold weights as they were trained."""
-NOTHING: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
+_NO_DECODING: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
 """Decodes no tensor."""
 
 
@@ -98,7 +98,7 @@ class SafetensorsFolder(TensorReader):
         folder: Path,
         model: PreTrainedModel,
         stored: Mapping[str, StoredTensor] | None = None,
-        decoding: Mapping[str, Callable[[], Tensor]] = NOTHING,
+        decoding: Mapping[str, Callable[[], Tensor]] = _NO_DECODING,
     ) -> None:
         """Check every header against the skeleton, and read persistent buffers and generation settings into it.
 
@@ -162,7 +162,7 @@ class SafetensorsFolder(TensorReader):
         """
         # As large as the largest piece, and no larger: a tiny tensor needs no buffer of megabytes.
         longest = max((run.num_elements for run in runs), default=0)
-        widest_bytes = max((DTYPES[self.stored[run.name].dtype].itemsize for run in runs), default=0)
+        widest_bytes = max((SAFETENSORS_DTYPES[self.stored[run.name].dtype].itemsize for run in runs), default=0)
         num_elements = min(READ_ELEMENTS, longest)
         raw = torch.empty(num_elements * widest_bytes, dtype=torch.uint8, device="cpu")
         values = torch.empty(num_elements, dtype=dtype, device="cpu")
@@ -180,7 +180,7 @@ class SafetensorsFolder(TensorReader):
     def _as_they_lie(self, run: TensorRun, raw: Tensor, values: Tensor) -> Iterator[Tensor]:
         """Yield the elements of a run, converted piece by piece from one buffer into another."""
         stored = self.stored[run.name]
-        dtype = DTYPES[stored.dtype]
+        dtype = SAFETENSORS_DTYPES[stored.dtype]
         with open_at(stored, run.start * dtype.itemsize) as file:
             for start, stop in chunks(run.num_elements):
                 # The last piece is shorter than the buffers.
@@ -192,7 +192,7 @@ class SafetensorsFolder(TensorReader):
     def _transposed(self, run: TensorRun) -> Tensor:
         """Return the elements of a run that is a matrix read column by column."""
         stored = self.stored[run.name]
-        dtype = DTYPES[stored.dtype]
+        dtype = SAFETENSORS_DTYPES[stored.dtype]
 
         # Columns lie across the whole matrix, so it has to be read before its first column is known.
         start = run.start * dtype.itemsize
@@ -265,10 +265,10 @@ class SafetensorsFolder(TensorReader):
         is_float = tensor.is_floating_point()
         for run in assembly.runs:
             dtype = self.stored[run.name].dtype
-            if is_float and dtype not in FULL_PRECISION:
+            if is_float and dtype not in FULL_PRECISION_NAMES:
                 raise UnsupportedModelError(
                     f"{self._where(name)} is {shown(dtype)}; full-precision training starts from "
-                    f"{', '.join(FULL_PRECISION)}."
+                    f"{', '.join(FULL_PRECISION_NAMES)}."
                 )
             if not is_float and not _is_held_by(dtype, tensor.dtype):
                 raise UnsupportedModelError(
@@ -315,7 +315,7 @@ class SafetensorsFolder(TensorReader):
 def _is_held_by(stored: str, dtype: torch.dtype) -> bool:
     """Return whether every value of a stored dtype is one of a dtype that is no float."""
     # Where none is a float, two dtypes are promoted to the narrowest that has all values of both.
-    return stored in DTYPES and torch.promote_types(DTYPES[stored], dtype) is dtype
+    return stored in SAFETENSORS_DTYPES and torch.promote_types(SAFETENSORS_DTYPES[stored], dtype) is dtype
 
 
 def _is_ignored(model: PreTrainedModel, name: str) -> bool:

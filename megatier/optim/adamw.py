@@ -24,9 +24,9 @@ QUEUED_A_THREAD = 16
 """The most requests that wait for each thread of AdamW. With so many no thread runs dry, and a chunk from NVMe does not
 wait for a whole unit."""
 
-MOMENTS = {2: torch.bfloat16, 1: torch.uint8}
+_MOMENT_DTYPES = {2: torch.bfloat16, 1: torch.uint8}
 """The dtype of moments that are rounded, by the bytes of one."""
-OfStep = tuple[float, float, float, float, float, float, float]
+StepScalars = tuple[float, float, float, float, float, float, float]
 """The numbers that the kernels take of a step: `Scalars.of_kernels` without the clip coefficient."""
 Rounding = tuple[int, int, int]
 """How moments are rounded: the bytes of one, the key (`seeds.rounding_key`), and the number in the whole unit of the
@@ -49,7 +49,7 @@ class Scalars:
     """beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, root of the bias correction, clip coefficient."""
 
 
-def step_scalars(step: int, learning_rate: float, betas: tuple[float, float], eps: float) -> OfStep:
+def step_scalars(step: int, learning_rate: float, betas: tuple[float, float], eps: float) -> StepScalars:
     """Return the numbers that the kernels take of step 1, 2, ..."""
     # All of this is in fp64, and the kernels round each number once to fp32. In fp32 1 - 0.999 would have no
     # more than 15 good bits. The corrections of bias are among these numbers, so that no element divides by them.
@@ -67,7 +67,7 @@ def step_scalars(step: int, learning_rate: float, betas: tuple[float, float], ep
     )
 
 
-def lion_scalars(learning_rate: float, betas: tuple[float, float]) -> OfStep:
+def lion_scalars(learning_rate: float, betas: tuple[float, float]) -> StepScalars:
     """Return Lion's scalars in the order of AdamW's. It has no bias to correct."""
     beta1, beta2 = betas
     # The places are those of AdamW, since one kernel runs both. Lion has no second moment, so nothing to add eps to.
@@ -141,7 +141,7 @@ def begin_adamw(
     moments = torch.float32
     if rounding is not None:
         width, _, _ = rounding
-        moments = MOMENTS[width]
+        moments = _MOMENT_DTYPES[width]
 
     # A kind that is not updated in place has two planes: it is read from one and written to the other.
     is_split = remainder is not None

@@ -41,7 +41,9 @@ def symmetric_matmul(
     if left.is_cuda:
         from megatier.optim import matmul_kernels
 
-        return matmul_kernels.symmetric_matmul(left, right, scale, added=added, diagonal=diagonal, columns=columns)
+        return matmul_kernels.launch_symmetric_matmul(
+            left, right, scale, added=added, diagonal=diagonal, columns=columns
+        )
 
     def one(index: int) -> Tensor:
         first, second = (_as_fp32(tensor, index) for tensor in (left, right))
@@ -65,9 +67,9 @@ def matmul(left: Tensor, right: Tensor, scale: float) -> Tensor:
     if not left.is_cuda:
         return _one_by_one(lambda index: (_as_fp32(left, index) @ _as_fp32(right, index)).mul_(scale), left)
 
-    from megatier.optim import matmul_kernels
+    from megatier.optim.matmul_kernels import launch_matmul
 
-    return matmul_kernels.matmul(left, right, scale)
+    return launch_matmul(left, right, scale)
 
 
 def library_matmul(left: Tensor, right: Tensor, scale: float, *, added: tuple[float, Tensor] | None = None) -> Tensor:

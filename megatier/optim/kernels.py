@@ -96,7 +96,7 @@ def adamw(
         )
 
 
-def sum_squares(piece: Tensor, first: int = 0) -> Tensor:
+def sum_squares_on_gpu(piece: Tensor, first: int = 0) -> Tensor:
     """Take partial sums of squares, one of what a piece has of each tile, in the order of `_native.sum_squares`.
 
     Args:
@@ -128,7 +128,7 @@ def sum_runs(values: Tensor, runs: Tensor, *, aligned: bool) -> Tensor:
         aligned: whether all first elements are multiples of 16, which is fast.
 
     Returns:
-        fp64 [runs], of which each equals that of `sum_squares` over its run.
+        fp64 [runs], of which each equals that of `sum_squares_on_gpu` over its run.
     """
     sums = torch.empty(len(runs), dtype=torch.float64, device=values.device)
     launch = _sum_runs[(len(runs),)]

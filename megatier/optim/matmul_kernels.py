@@ -46,7 +46,7 @@ GENERAL = Tiling(columns=256)
 """Of any other product."""
 
 
-def symmetric_matmul(
+def launch_symmetric_matmul(
     left: Tensor,
     right: Tensor,
     scale: float,
@@ -66,7 +66,7 @@ def symmetric_matmul(
     return result
 
 
-def matmul(left: Tensor, right: Tensor, scale: float, tiling: Tiling | None = None) -> Tensor:
+def launch_matmul(left: Tensor, right: Tensor, scale: float, tiling: Tiling | None = None) -> Tensor:
     """Do what `fp16_matmul.matmul` describes, for factors whose sides are multiples of `SIDE`."""
     num_products, rows, inner = _sides(left, False)
     columns = right.shape[-1]

@@ -25,7 +25,7 @@ _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 ELEMENTS_AT_ONCE = 2048
 """Elements of one program, and of one partial sum of squares."""
-WARPS = 8
+_NUM_WARPS = 8
 SUMS_AT_ONCE = 1024
 """Partial sums that are added side by side."""
 
@@ -50,7 +50,7 @@ def begin_step(grad: Tensor, momentum: Tensor, shape: tuple[int, ...], grad_scal
     grid = num_blocks, num_matrices
     scalars = grad_scale, decay, 1 - decay
     # No operation is fused with another one, so that both kernels compute the same numbers.
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    options = {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
 
     # Each program has a place of its own: atomic additions come in any order, which would change bits.
     sums = torch.empty(num_matrices, num_blocks, dtype=torch.float32, device=grad.device)
@@ -101,7 +101,7 @@ def end_step(
         (decay, rate),
         is_padded,
         ELEMENTS_AT_ONCE,
-        num_warps=WARPS,
+        num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )
 

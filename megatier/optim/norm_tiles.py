@@ -26,7 +26,7 @@ def sum_squares(piece: Tensor) -> Tensor:
     if piece.is_cuda:
         from megatier.optim import kernels  # Triton comes with torch's CUDA builds alone
 
-        return kernels.sum_squares(piece)
+        return kernels.sum_squares_on_gpu(piece)
 
     count = piece.numel()
     is_bf16 = piece.dtype is torch.bfloat16

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatier import _native
-from megatier.optim.adamw import OfStep, begin_adamw, lion_scalars, step_scalars
+from megatier.optim.adamw import StepScalars, begin_adamw, lion_scalars, step_scalars
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,17 +29,17 @@ class Hyperparameters:
 class ElementwiseRule:
     """The arithmetic of an optimizer that updates each element by itself."""
 
-    scalars: Callable[[int, float, Hyperparameters], OfStep]
+    scalars: Callable[[int, float, Hyperparameters], StepScalars]
     """Gives the numbers of step 1, 2, ... at a learning rate."""
     begin: Callable[..., _native.Batch | None] = begin_adamw
     """Updates a run of elements; see `begin_adamw`, which does AdamW and Lion."""
 
 
-def _adamw_scalars(step: int, learning_rate: float, hyper: Hyperparameters) -> OfStep:
+def _adamw_scalars(step: int, learning_rate: float, hyper: Hyperparameters) -> StepScalars:
     return step_scalars(step, learning_rate, (hyper.beta1, hyper.beta2), hyper.eps)
 
 
-def _lion_scalars(_: int, learning_rate: float, hyper: Hyperparameters) -> OfStep:
+def _lion_scalars(_: int, learning_rate: float, hyper: Hyperparameters) -> StepScalars:
     return lion_scalars(learning_rate, (hyper.beta1, hyper.beta2))
 
 

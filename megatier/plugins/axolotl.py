@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from transformers import Trainer
 
 from megatier.plugins.program_trainer import Opening, ProgramTraining, over
-from megatier.plugins.refusals import AXOLOTL_KERNELS, SECTION, check_axolotl, read_section
+from megatier.plugins.refusals import AXOLOTL_KERNELS, SECTION, check_axolotl, read_plugin_section
 
 
 class MegatierArgs(BaseModel):
@@ -55,7 +55,7 @@ class MegatierPlugin(BasePlugin):
             ConfigError: names the first one, and what to do instead.
         """
         check_axolotl(cfg)
-        read_section(cfg.get(SECTION))
+        read_plugin_section(cfg.get(SECTION))
         # Said by name, since Axolotl turns on by itself what nobody has turned off.
         for name in AXOLOTL_KERNELS:
             cfg[name] = False
@@ -77,7 +77,7 @@ class MegatierPlugin(BasePlugin):
 
         is_bf16 = cfg.torch_dtype is torch.bfloat16
         dtype = torch.bfloat16 if is_bf16 else torch.float32
-        section = read_section(cfg.get(SECTION))
+        section = read_plugin_section(cfg.get(SECTION))
         opening = Opening(section, dtype, self._opened)
         return over(AxolotlTrainer, opening, AxolotlTraining)
 

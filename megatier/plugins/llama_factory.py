@@ -18,9 +18,9 @@ import torch
 from megatier.errors import ConfigError, MegatierError
 from megatier.patch import patched
 from megatier.plugins.program_trainer import Opening, over
-from megatier.plugins.refusals import SECTION, check_llama_factory, read_section
+from megatier.plugins.refusals import SECTION, check_llama_factory, read_plugin_section
 
-TRAINERS = {"sft": "CustomSeq2SeqTrainer", "pt": "CustomTrainer"}
+_TRAINERS = {"sft": "CustomSeq2SeqTrainer", "pt": "CustomTrainer"}
 """The name of the trainer in the workflow of each stage."""
 
 
@@ -40,7 +40,7 @@ def run(arguments: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = (
     if not isinstance(given, dict):
         raise ConfigError("name a file of arguments first: python -m megatier.plugins.llama_factory config.yaml")
     # Taken out, since LLaMA-Factory refuses keys that it does not know.
-    section = read_section(given.pop(SECTION, None))
+    section = read_plugin_section(given.pop(SECTION, None))
     check_llama_factory(given)
 
     is_bf16 = given.get("bf16") or given.get("pure_bf16")
@@ -51,7 +51,7 @@ def run(arguments: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = (
         opened.enter_context(patched(vars(tuner), get_train_args=reader))
 
         # In the workflow, which has imported the trainer by its name.
-        for stage, name in TRAINERS.items():
+        for stage, name in _TRAINERS.items():
             workflow = _load(f"llamafactory.train.{stage}.workflow")
             streamed = over(getattr(workflow, name), opening)
             opened.enter_context(patched(vars(workflow), **{name: streamed}))

@@ -16,7 +16,7 @@ from megatier.errors import ConfigError
 from megatier.foreign import note, one_version, shown
 from megatier.integrations.loop_settings import read_tiers
 from megatier.integrations.transformers_trainer import StreamedTraining
-from megatier.models.location import CONFIG_FILE, resolve
+from megatier.models.location import MODEL_CONFIG_FILE, resolve
 
 NEUTRAL = frozenset(
     {
@@ -76,8 +76,8 @@ class ProgramTraining(StreamedTraining):
         folder = resolve(base.name_or_path)
 
         # transformers opens the file past us, so it is noted here, and compared when the weights are read.
-        note(folder / CONFIG_FILE)
-        check_config(base.config, AutoConfig.from_pretrained(folder))
+        note(folder / MODEL_CONFIG_FILE)
+        check_same_config(base.config, AutoConfig.from_pretrained(folder))
         # With adapters all of the base is frozen anyway.
         frozen: list[str] = []
         if not adapters:
@@ -115,7 +115,7 @@ def over(trainer: type[Trainer], opening: Opening, mixin: type[ProgramTraining] 
     return type(f"Streamed{trainer.__name__}", (mixin, trainer), {"opening": opening})
 
 
-def check_config(used: PretrainedConfig, stored: PretrainedConfig) -> None:
+def check_same_config(used: PretrainedConfig, stored: PretrainedConfig) -> None:
     """Refuse a model that a program has made into another one than its folder holds.
 
     Args:

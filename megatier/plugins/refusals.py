@@ -8,7 +8,7 @@ from typing import Any
 
 from megatier.errors import ConfigError
 from megatier.foreign import shown
-from megatier.integrations.loop_settings import read_tiers, refuse_unknown
+from megatier.integrations.loop_settings import read_tiers, refuse_unknown_arguments
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
 from megatier.trainer_guards.arguments import ADAMW_NAMES, check_stream_kwargs, refuse_any
 from megatier.trainer_guards.fields import by_name
@@ -20,15 +20,15 @@ FROM_THE_PROGRAM = ("compute_dtype", "attention", "activations", "frozen", "peft
 STAGES = ("sft", "pt")
 """Stages of LLaMA-Factory's that are streamed."""
 
-PLACES = "places the weights, which megatier does here: leave it out."
+_PLACES = "places the weights, which megatier does here: leave it out."
 QUANTISES = "quantises the base as it is loaded, and this one streams from its files: leave it out."
 PACKS = "packs several texts into a row for kernels of attention that were not tried here: leave it out."
 RATES = "gives parameters learning rates of their own, and a streamed model has one: leave it out."
-CHANGES = "changes the model that is loaded, and here the files of its folder are trained: leave it out."
+_CHANGES = "changes the model that is loaded, and here the files of its folder are trained: leave it out."
 LOGITS = "needs logits, and head and loss are one here: leave it out."
 OBJECTIVE = "only supervised fine-tuning and pretraining are streamed. With TRL use StreamedTrl."
-SCALES = "scales the loss, and the norm with it; use bf16."
-COMPILES = f"does not know streamed weights: leave it out, and set {SECTION}.compile."
+_SCALES = "scales the loss, and the norm with it; use bf16."
+_COMPILES = f"does not know streamed weights: leave it out, and set {SECTION}.compile."
 OPTIMISES = (
     "is an optimizer that a streamed model has not: leave it out. "
     f"{SECTION}.optimizer may be {in_words(OPTIMIZER_NAMES)}."
@@ -41,7 +41,7 @@ AXOLOTL_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_
 
 AXOLOTL = by_name(
     {
-        PLACES: """
+        _PLACES: """
             deepspeed fsdp fsdp_config gpu_memory_limit max_memory device_map layer_offloading activation_offloading
             ple_cpu_offload use_ray
         """,
@@ -49,24 +49,24 @@ AXOLOTL = by_name(
         PACKS: "sample_packing eval_sample_packing batch_flattening",
         RATES: "loraplus_lr_ratio embedding_lr embedding_lr_scale lr_groups",
         OBJECTIVE: "rl reward_model process_reward_model use_eaft",
-        CHANGES: f"""
+        _CHANGES: f"""
             overrides_of_model_kwargs reinit_weights revision_of_model trust_remote_code fix_untrained_tokens relora
             lisa_step_interval use_onebitllms flash_optimum tiled_mlp use_kernels trainer_cls
             {" ".join(AXOLOTL_KERNELS)}
         """,
         LOGITS: "do_causal_lm_eval do_bench_eval generate_samples",
         BEGINS: "lora_model_dir",
-        SCALES: "fp16",
-        COMPILES: "torch_compile",
+        _SCALES: "fp16",
+        _COMPILES: "torch_compile",
     }
 )
 """Keys of Axolotl's, and why they are refused."""
 LLAMA_FACTORY = by_name(
     {
-        PLACES: "deepspeed fsdp fsdp_config use_kt use_mca use_hyper_parallel use_ray",
+        _PLACES: "deepspeed fsdp fsdp_config use_kt use_mca use_hyper_parallel use_ray",
         QUANTISES: "quantization_bit quantization_device_map fp8",
         OPTIMISES: "use_galore use_apollo use_badam use_adam_mini use_muon",
-        CHANGES: """
+        _CHANGES: """
             use_unsloth enable_liger_kernel use_liger_kernel use_v1_kernels shift_attn mixture_of_depths use_llama_pro
             train_from_scratch resize_vocab trust_remote_code upcast_lmhead_output
         """,
@@ -74,8 +74,8 @@ LLAMA_FACTORY = by_name(
         BEGINS: "adapter_name_or_path pissa_init",
         RATES: "loraplus_lr_ratio",
         PACKS: "neat_packing",
-        SCALES: "fp16",
-        COMPILES: "torch_compile",
+        _SCALES: "fp16",
+        _COMPILES: "torch_compile",
     }
 )
 """Arguments of LLaMA-Factory's, and why they are refused."""
@@ -104,7 +104,7 @@ def check_axolotl(given: Mapping[str, Any]) -> None:
     refuse_any(
         (adapter not in (None, "lora"), f"adapter is {adapter}: use lora, or none."),
         (optimizer not in ADAMW_NAMES, f"optimizer: {optimizer} {OPTIMISES}"),
-        (parallel, f"{''.join(parallel[:1])}: {PLACES}"),
+        (parallel, f"{''.join(parallel[:1])}: {_PLACES}"),
         (others, f"plugins: {''.join(others[:1])} may change the model or its trainer: leave it out."),
     )
 
@@ -133,7 +133,7 @@ def check_llama_factory(given: Mapping[str, Any]) -> None:
     )
 
 
-def read_section(given: object) -> dict[str, Any]:
+def read_plugin_section(given: object) -> dict[str, Any]:
     """Return a program's section of arguments of `megatier.stream`.
 
     Raises:
@@ -151,7 +151,7 @@ def read_section(given: object) -> dict[str, Any]:
             raise ConfigError(f"{SECTION}.{name} follows from the program's own settings: leave it out.")
 
     # All of it is checked before the program prepares its data, which takes long.
-    refuse_unknown(section)
+    refuse_unknown_arguments(section)
     others = dict(section)
     tiers = others.pop("tiers", None)
     check_stream_kwargs(others)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from megatier.adapters.adapter_folder import export
+from megatier.adapters.adapter_folder import export_trained
 from megatier.adapters.lora import adapter_config
 from megatier.errors import (
     mib,
@@ -45,7 +45,7 @@ def write_model(
         dtype: `bf16` or `fp32`, of a whole model.
         shard_bytes: see `models.export.export`.
     """
-    export(folder, model, units, read, COMPUTE_DTYPES[dtype], shard_bytes, tokenizer)
+    export_trained(folder, model, units, read, COMPUTE_DTYPES[dtype], shard_bytes, tokenizer)
     num_bytes = sum(file.stat().st_size for file in folder.iterdir())
     what = "model"
     # `dtype` is of whole models: an adapter is written as its masters are.

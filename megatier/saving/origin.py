@@ -24,7 +24,7 @@ from megatier.config.schema import RunConfig
 from megatier.data.tokenizer import tokenizer_files
 from megatier.errors import ConfigError, DataError, UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_input, read_object
-from megatier.models.location import CONFIG_FILE, resolve
+from megatier.models.location import MODEL_CONFIG_FILE, resolve
 
 COMPUTED = "computed buffer"
 """Prefix for a buffer that is in no file, because a constructor computes it with the kernels of this machine."""
@@ -111,11 +111,11 @@ def _read_settings(config: RunConfig) -> Origin:
     """Return the settings of `config.json` that a model is built from."""
     if config.model.path is None:
         return {}
-    path = resolve(config.model.path, weights=False) / CONFIG_FILE
+    path = resolve(config.model.path, weights=False) / MODEL_CONFIG_FILE
     settings = read_object(path, SETTINGS_BYTES_MAX, UnsupportedModelError)
 
     # Each setting has an entry, so that a message can name what has changed.
-    return {f"{CONFIG_FILE} of the model: {name}": _format_value(value) for name, value in _flatten(settings)}
+    return {f"{MODEL_CONFIG_FILE} of the model: {name}": _format_value(value) for name, value in _flatten(settings)}
 
 
 def _read_base(config: RunConfig, model: PreTrainedModel) -> Origin:
@@ -166,7 +166,7 @@ def _hash_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Or
     found = {}
     for path in tokenizer_files(config, tokenizer):
         # The model's own config is compared by its settings. One in another folder may choose the tokenizer's class.
-        if path.name == CONFIG_FILE and config.data.tokenizer is None:
+        if path.name == MODEL_CONFIG_FILE and config.data.tokenizer is None:
             continue
 
         # No tokenizer has all of these files. A file that appears or disappears is a change too.

@@ -24,7 +24,7 @@ from megatier.models.decoder import build_skeleton
 from megatier.models.frozen_parameters import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.limits import check_counts
-from megatier.models.location import CONFIG_FILE, find_local, resolve
+from megatier.models.location import MODEL_CONFIG_FILE, find_local, resolve
 from megatier.models.model_class import is_classifier
 from megatier.models.safetensors_format import StoredTensor
 from megatier.models.weights import SafetensorsFolder, TensorReader
@@ -126,7 +126,7 @@ def model_config_of(config: ModelConfig) -> PretrainedConfig:
     folder = _find_folder(config, weights=False)
     model_config = read_model_config(config, folder)
     if is_classifier(model_config):
-        where = "model.config" if folder is None else str(folder / CONFIG_FILE)
+        where = "model.config" if folder is None else str(folder / MODEL_CONFIG_FILE)
         named = shown(", ".join(map(str, model_config.architectures or ())))
         raise UnsupportedModelError(
             f"{where} names {named}, and runs train language models alone. "
@@ -171,12 +171,14 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
     settings: Mapping[str, Any] = config.config or {}
     where = "model.config"
     if folder is not None:
-        where = str(folder / CONFIG_FILE)
+        where = str(folder / MODEL_CONFIG_FILE)
         check_beside(folder, None if config.adapters is None else config.adapters.adapter)
         try:
-            settings = read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
+            settings = read_object(folder / MODEL_CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
         except FileNotFoundError as error:
-            raise UnsupportedModelError(f"{folder} has no {CONFIG_FILE}, so it holds no Hugging Face model.") from error
+            raise UnsupportedModelError(
+                f"{folder} has no {MODEL_CONFIG_FILE}, so it holds no Hugging Face model."
+            ) from error
 
     # transformers would try to build whatever the counts say, so they are checked first.
     check_counts(settings, where)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatier.adapters.base import PLACE_BYTES, PLACES, identity_of
+from megatier.adapters.base import _NUM_SAMPLES, _SAMPLE_BYTES, identity_of
 from megatier.errors import UnsupportedModelError
 
 
@@ -28,14 +28,14 @@ def test_identity_changes_with_any_byte_of_a_small_file(tmp_path: Path) -> None:
 
 def test_identity_of_a_large_file_is_that_of_bytes_all_over_it(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    save_file({"a": torch.zeros(2 * PLACES * PLACE_BYTES // 4)}, path)
+    save_file({"a": torch.zeros(2 * _NUM_SAMPLES * _SAMPLE_BYTES // 4)}, path)
     before = identity_of(tmp_path)
     with path.open("r+b") as file:
         for quarter in range(4):
             # A run of other bytes as long as the distance between two places cannot be missed.
             start = quarter * path.stat().st_size // 5 + 1000
             file.seek(start)
-            kept = file.read(3 * PLACE_BYTES)
+            kept = file.read(3 * _SAMPLE_BYTES)
             file.seek(start)
             file.write(b"\1" * len(kept))
             file.flush()

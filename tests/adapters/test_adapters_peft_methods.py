@@ -16,7 +16,7 @@ from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
 import megatier
-from megatier.adapters.peft_methods import LAYER, METHODS, MODEL, RIGHT, refuse_unknown
+from megatier.adapters.peft_methods import _ALLOWED, _LAYER_METHODS, _MODEL_METHODS, METHODS, refuse_unknown
 from megatier.config.schema import TiersConfig
 from megatier.errors import ConfigError, StreamedModelError
 from megatier.integrations.streamed import Streamed
@@ -72,20 +72,20 @@ def public(kind: type) -> set[str]:
 def test_every_public_method_of_peft_is_in_the_table(kind: type) -> None:
     assert public(kind) - METHODS.keys() == set()
     if kind is PeftAdapterMixin:
-        assert public(kind) - {*MODEL, "active_adapters"} == set()
+        assert public(kind) - {*_MODEL_METHODS, "active_adapters"} == set()
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_public_method_of_the_layers_of_peft_is_known(kind: type) -> None:
     methods = {name for name in public(kind) if callable(getattr(kind, name))}
-    assert methods - LAYER.keys() - OF_FORWARDS == set()
+    assert methods - _LAYER_METHODS.keys() - OF_FORWARDS == set()
 
 
-@pytest.mark.parametrize("name", sorted(name for name, remedy in METHODS.items() if remedy is not RIGHT))
+@pytest.mark.parametrize("name", sorted(name for name, remedy in METHODS.items() if remedy is not _ALLOWED))
 def test_refused_method_of_peft_names_itself_and_the_remedy(name: str, streamed: Streamed) -> None:
     model = around(streamed)
     holders = [holder for holder in (model, model.base_model) if hasattr(type(holder), name)]
-    for holder in [*holders, *([streamed.model] if name in MODEL else [])]:
+    for holder in [*holders, *([streamed.model] if name in _MODEL_METHODS else [])]:
         if name in ("add_adapter", "load_adapter") and holder is model:
             continue  # says more, to TRL
         # Whatever it is given: it is refused before it looks at that.
@@ -204,12 +204,12 @@ def test_refused_methods_of_layers_leave_the_adapters_as_they_are(streamed: Stre
     before = logits()
     refused = set()
     for module in streamed.model.modules():
-        for name in LAYER:
+        for name in _LAYER_METHODS:
             if is_adapter(module) and hasattr(module, name):
                 refused.add(name)
                 with pytest.raises(StreamedModelError, match=f"^{name} would "):
                     getattr(module, name)("default")
-    assert {*LAYER} - refused <= {"init_modules", "unload_and_optionally_merge_module"}
+    assert {*_LAYER_METHODS} - refused <= {"init_modules", "unload_and_optionally_merge_module"}
     assert torch.equal(logits(), before)
 
 

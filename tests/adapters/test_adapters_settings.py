@@ -12,7 +12,7 @@ from tiny_adapters import peft
 from tiny_runs import exactness_config, plain_model
 
 from megatier.adapters.given_adapters import add_given
-from megatier.adapters.stored_adapters import FREE, TAKEN, checked_settings
+from megatier.adapters.stored_adapters import _IGNORED_SETTINGS, _TAKEN_SETTINGS, checked_settings
 from megatier.errors import ConfigError
 from megatier.models.decoder import build_skeleton
 
@@ -73,7 +73,7 @@ def adapters_in(model: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def test_fields_of_peft_are_each_in_one_place_of_the_table() -> None:
-    tables = [*TAKEN, *FREE, *REFUSED]
+    tables = [*_TAKEN_SETTINGS, *_IGNORED_SETTINGS, *REFUSED]
     assert {name: tables.count(name) for name in FIELDS} == dict.fromkeys(FIELDS, 1)
 
 

@@ -142,10 +142,10 @@ def test_settings_on_cuda_are_noted_after_torch_has_chosen_the_order_of_attentio
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: torch._C._set_sdp_priority_order(later))
-    monkeypatch.setattr(engine_replay, "GPU_SETTINGS", ())
+    monkeypatch.setattr(engine_replay, "_GPU_SETTINGS", ())
     engine_replay._settle_order.cache_clear()
     try:
-        assert settings_now(torch.device("cuda", 0))[engine_replay.ORDER.name] == str(later)
+        assert settings_now(torch.device("cuda", 0))[engine_replay.KERNEL_ORDER.name] == str(later)
     finally:
         engine_replay._settle_order.cache_clear()
         torch._C._set_sdp_priority_order(before)

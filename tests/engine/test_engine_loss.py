@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatier.engine.gradient import Gradients
-from megatier.engine.head import IGNORED
+from megatier.engine.head import IGNORE_INDEX
 from megatier.engine.loss import FusedLoss
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
@@ -101,7 +101,7 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     hidden = torch.randn(ROWS, TOKENS, HIDDEN).to(dtype)
     labels = torch.randint(0, VOCAB, (ROWS, TOKENS))
-    return hidden, labels.masked_fill(torch.rand(labels.shape) < 0.3, IGNORED)
+    return hidden, labels.masked_fill(torch.rand(labels.shape) < 0.3, IGNORE_INDEX)
 
 
 def reference(
@@ -118,9 +118,9 @@ def reference(
     if cap:
         logits = cap * torch.tanh(logits / cap)
     total = functional.cross_entropy(
-        logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1), ignore_index=IGNORED, reduction="sum"
+        logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
     )
-    loss = total / (count or (labels[:, 1:] != IGNORED).sum())
+    loss = total / (count or (labels[:, 1:] != IGNORE_INDEX).sum())
     return loss.detach(), *torch.autograd.grad(loss, parts)
 
 
@@ -142,7 +142,7 @@ def case(seed: int) -> Case:
     torch.manual_seed(seed)
     kept = draw.choice([TOKENS] * 4 + [3])
     labels = torch.randint(0, VOCAB, (ROWS, draw.choice([kept] * 5 + [TOKENS])))
-    for value in draw.sample([IGNORED, -1, 0, 5, VOCAB, 10**6, -(2**40)], draw.choice([0, 1, 1, 2, 3])):
+    for value in draw.sample([IGNORE_INDEX, -1, 0, 5, VOCAB, 10**6, -(2**40)], draw.choice([0, 1, 1, 2, 3])):
         labels = labels.masked_fill(torch.rand(labels.shape) < draw.choice([0.1, 0.5, 1.0]), value)
 
     choices: dict[str, list[Any]] = {
@@ -272,14 +272,14 @@ def test_fused_loss_scaled_afterwards_scales_both_gradients() -> None:
 def test_fused_loss_shifted_labels_are_taken_as_they_are() -> None:
     head = Head(None, 7, torch.float32)
     hidden, labels = batch()
-    shifted = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    shifted = functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
     assert torch.equal(head(hidden, labels, shift_labels=shifted), head(hidden, labels))
 
 
 def test_fused_loss_of_tokens_that_do_not_count_moves_nothing() -> None:
     head = Head(None, 7, torch.float32)
     hidden, labels = batch()
-    labels[1] = IGNORED
+    labels[1] = IGNORE_INDEX
     hidden.requires_grad_()
     head(hidden, labels).backward()
     assert hidden.grad is not None

@@ -16,7 +16,7 @@ import megatier
 from megatier.config.file import from_dict
 from megatier.config.schema import ModelConfig, NumericsConfig, TrainConfig
 from megatier.errors import ConfigError
-from megatier.integrations.loop_settings import FOLLOWED, NOT_OF_LOOPS, SHORT, ShortArguments, loop_config
+from megatier.integrations.loop_settings import FOLLOWED_FIELDS, NOT_OF_LOOPS, SHORT, ShortArguments, loop_config
 from megatier.tier import Activations
 
 OTHERS: dict[str, Any] = {
@@ -43,8 +43,8 @@ BESIDE = {"early_stopping_threshold": {"early_stopping_patience": 2}}
 
 def test_fields_of_a_train_config_are_each_followed_or_refused() -> None:
     names = {field.name for field in fields(TrainConfig)}
-    assert names == {*FOLLOWED, *NOT_OF_LOOPS}
-    assert len(names) == len(FOLLOWED) + len(NOT_OF_LOOPS)
+    assert names == {*FOLLOWED_FIELDS, *NOT_OF_LOOPS}
+    assert len(names) == len(FOLLOWED_FIELDS) + len(NOT_OF_LOOPS)
     assert OTHERS.keys() == NOT_OF_LOOPS.keys()
 
 
@@ -54,7 +54,7 @@ def test_short_arguments_are_the_table_and_name_settings_that_exist() -> None:
     for argument in SHORT.values():
         for section, _, name in (setting.partition(".") for setting in argument.settings):
             assert name in sections[section]
-            assert section != "train" or name in FOLLOWED
+            assert section != "train" or name in FOLLOWED_FIELDS
     documented = re.findall(r"^ {8}(\w+): ", megatier.stream.__doc__ or "", re.MULTILINE)
     assert documented == ["model", "tiers", "train", *SHORT]
 

@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatier.engine.unit_model import _answering, _document_numbers, _is_in_order
-from megatier.models.masks import MASKS_MAX, TAKEN_FOR_GRANTED, BlockMasks, causal, is_causal
+from megatier.models.masks import CAUSAL_KERNEL_OPTIONS, MASKS_MAX, BlockMasks, causal, is_causal
 
 CPU = torch.device("cpu")
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -116,7 +116,7 @@ def test_kernel_takes_for_granted_what_the_mask_guarantees_also_in_a_compiled_la
     run: Any = ALL_ATTENTION_FUNCTIONS["flex_attention"]
     module = torch.nn.Module()
     torch.compile(lambda q, k, v: run(module, q, k, v, mask)[0], fullgraph=True, backend="eager")(query, key, value)
-    assert given == [TAKEN_FOR_GRANTED if tokens == 256 else None]
+    assert given == [CAUSAL_KERNEL_OPTIONS if tokens == 256 else None]
 
 
 @pytest.mark.gpu
@@ -133,7 +133,7 @@ def test_kernel_on_cuda_that_takes_it_for_granted_gives_the_same_bits(heads: tup
     leaves = [x.requires_grad_() for x in (query, key, value)]
     run: Any = torch.compile(flex_attention, dynamic=False)
     found: list[list[Tensor]] = []
-    for block_mask, options in ((plain, None), (mask, TAKEN_FOR_GRANTED)):
+    for block_mask, options in ((plain, None), (mask, CAUSAL_KERNEL_OPTIONS)):
         output = run(*leaves, block_mask=block_mask, enable_gqa=True, kernel_options=options)
         found.append([output, *torch.autograd.grad(output, leaves, slope)])
     assert all(map(torch.equal, *found))

@@ -297,7 +297,7 @@ def test_sum_squares_equals_the_c_sum(kernels: ModuleType, dtype: torch.dtype, n
     values = torch.randn(num_elements, generator=random)
     values *= 10.0 ** -torch.randint(0, 8, (num_elements,), generator=random)  # so that the order shows
     values = values.to(dtype)
-    assert_same_sums(kernels.sum_squares(values.to(DEVICE)), sum_on_cpu(values))
+    assert_same_sums(kernels.sum_squares_on_gpu(values.to(DEVICE)), sum_on_cpu(values))
 
 
 @bf16_or_fp32
@@ -307,7 +307,7 @@ def test_sum_squares_of_a_piece_counts_tiles_from_where_it_lies(
     kernels: ModuleType, dtype: torch.dtype, first: int, num_elements: int
 ) -> None:
     values = torch.randn(num_elements, generator=torch.Generator().manual_seed(5)).to(dtype)
-    assert_same_sums(kernels.sum_squares(values.to(DEVICE), first), sum_on_cpu(values, first))
+    assert_same_sums(kernels.sum_squares_on_gpu(values.to(DEVICE), first), sum_on_cpu(values, first))
 
 
 @bf16_or_fp32
@@ -315,7 +315,7 @@ def test_sum_squares_of_a_piece_counts_tiles_from_where_it_lies(
 def test_sum_squares_of_a_piece_leaves_out_its_neighbours(kernels: ModuleType, dtype: torch.dtype, start: int) -> None:
     values = torch.full((80_000,), torch.nan, dtype=dtype)
     values[start:70_001] = torch.randn(70_001 - start, generator=torch.Generator().manual_seed(4)).to(dtype)
-    assert_same_sums(kernels.sum_squares(values.to(DEVICE)[start:70_001]), sum_on_cpu(values[start:70_001]))
+    assert_same_sums(kernels.sum_squares_on_gpu(values.to(DEVICE)[start:70_001]), sum_on_cpu(values[start:70_001]))
 
 
 @bf16_or_fp32
@@ -336,14 +336,14 @@ def test_sum_squares_of_special_numbers_equals_the_c_sum(
     kernels: ModuleType, dtype: torch.dtype, special: float
 ) -> None:
     values = torch.tensor([special, 0.0, 1.0]).repeat(22_000).to(dtype)
-    assert_same_sums(kernels.sum_squares(values.to(DEVICE)), sum_on_cpu(values))
+    assert_same_sums(kernels.sum_squares_on_gpu(values.to(DEVICE)), sum_on_cpu(values))
 
 
 @bf16_or_fp32
 def test_sum_squares_of_arbitrary_bits_equals_the_c_sum(kernels: ModuleType, dtype: torch.dtype) -> None:
     values = random_bits(LARGE, torch.finfo(dtype).bits, 6).view(dtype)
     values = torch.where(values.isfinite(), values, torch.ones_like(values))
-    assert_same_sums(kernels.sum_squares(values.to(DEVICE)), sum_on_cpu(values))
+    assert_same_sums(kernels.sum_squares_on_gpu(values.to(DEVICE)), sum_on_cpu(values))
 
 
 def test_sum_squares_beyond_2_to_the_31_elements_reaches_the_end(kernels: ModuleType) -> None:
@@ -351,6 +351,6 @@ def test_sum_squares_beyond_2_to_the_31_elements_reaches_the_end(kernels: Module
     needs_gpu_memory(3 * num_elements)
     values = torch.zeros(num_elements, dtype=torch.bfloat16, device=DEVICE)
     values[-tail:] = torch.randn(tail, generator=torch.Generator().manual_seed(7)).to(DEVICE)
-    found = kernels.sum_squares(values)
+    found = kernels.sum_squares_on_gpu(values)
     assert_same_sums(found[-2:], sum_on_cpu(values[-tail:].cpu()))
     assert not found[:-2].any()

@@ -45,14 +45,14 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
 def test_symmetric_product_has_all_tiles_and_is_symmetric(kernels: ModuleType, rows: int, columns: bool) -> None:
     x = random(2, 256, rows) if columns else random(2, rows, 256)
     given = x.to(DEVICE)
-    gram = kernels.symmetric_matmul(given, given, 0.01, columns=columns)
+    gram = kernels.launch_symmetric_matmul(given, given, 0.01, columns=columns)
     assert torch.equal(gram, gram.mT)
     assert_near(gram, fp16_matmul.symmetric_matmul(x, x, 0.01, columns=columns))
-    assert torch.equal(kernels.symmetric_matmul(given[1], given[1], 0.01, columns=columns), gram[1])
+    assert torch.equal(kernels.launch_symmetric_matmul(given[1], given[1], 0.01, columns=columns), gram[1])
 
-    other = kernels.symmetric_matmul(gram, gram, 0.05)
+    other = kernels.launch_symmetric_matmul(gram, gram, 0.05)
     for added in ([(-2.0, gram)], [(-2.0, gram), (3.0, other)]):
-        found = kernels.symmetric_matmul(gram, gram, 0.1, added=added, diagonal=3.0)
+        found = kernels.launch_symmetric_matmul(gram, gram, 0.1, added=added, diagonal=3.0)
         assert torch.equal(found, found.mT)
         before = gram.cpu()
         there = [(factor, tensor.cpu()) for factor, tensor in added]
@@ -64,7 +64,7 @@ def test_tiles_of_every_panel_are_computed_once(kernels: ModuleType, side: int) 
     if INTERPRETED and side > 14:
         pytest.skip("too slow")
     x = random(side * 64, 64).to(DEVICE)
-    gram = kernels.symmetric_matmul(x, x, 0.1, tiling=kernels.Tiling(rows=64, columns=64, warps=4))
+    gram = kernels.launch_symmetric_matmul(x, x, 0.1, tiling=kernels.Tiling(rows=64, columns=64, warps=4))
     assert_near(gram, (x.float() @ x.float().mT * 0.1).half().cpu())
 
 
@@ -72,6 +72,6 @@ def test_tiles_of_every_panel_are_computed_once(kernels: ModuleType, side: int) 
 def test_product_has_all_tiles(kernels: ModuleType, sides: tuple[int, int]) -> None:
     rows, columns = sides
     left, right = random(2, rows, 256), random(2, 256, columns)
-    found = kernels.matmul(left.to(DEVICE), right.to(DEVICE), 0.01)
+    found = kernels.launch_matmul(left.to(DEVICE), right.to(DEVICE), 0.01)
     assert_near(found, fp16_matmul.matmul(left, right, 0.01))
-    assert torch.equal(kernels.matmul(left[1].to(DEVICE), right[1].to(DEVICE), 0.01), found[1])
+    assert torch.equal(kernels.launch_matmul(left[1].to(DEVICE), right[1].to(DEVICE), 0.01), found[1])

@@ -16,7 +16,7 @@ from trainer_runs import Rows, arguments, logged
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
 
 from megatier.errors import ConfigError
-from megatier.plugins.program_trainer import Opening, ProgramTraining, check_config, over
+from megatier.plugins.program_trainer import Opening, ProgramTraining, check_same_config, over
 
 pytestmark = pytest.mark.filterwarnings("default")  # of PEFT and transformers
 
@@ -91,6 +91,6 @@ def test_model_that_was_changed_after_loading_is_refused(folder: Path, tmp_path:
 
 
 def test_entries_of_a_config_that_change_no_training_may_differ() -> None:
-    check_config(LlamaConfig(use_cache=False, max_position_embeddings=9, pad_token_id=3), LlamaConfig())
+    check_same_config(LlamaConfig(use_cache=False, max_position_embeddings=9, pad_token_id=3), LlamaConfig())
     with pytest.raises(ConfigError, match="the model's vocab_size is 40 here and 32000 in its folder"):
-        check_config(LlamaConfig(vocab_size=40), LlamaConfig())
+        check_same_config(LlamaConfig(vocab_size=40), LlamaConfig())

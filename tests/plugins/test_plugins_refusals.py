@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatier.errors import ConfigError
-from megatier.plugins.refusals import AXOLOTL, LLAMA_FACTORY, check_axolotl, check_llama_factory, read_section
+from megatier.plugins.refusals import AXOLOTL, LLAMA_FACTORY, check_axolotl, check_llama_factory, read_plugin_section
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 TRAINING: dict[str, Any] = {"do_train": True}
@@ -84,13 +84,13 @@ def test_several_processes_are_refused(check: Any, monkeypatch: pytest.MonkeyPat
 )
 def test_section_with_a_mistake_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_section(given)
+        read_plugin_section(given)
 
 
 def test_section_is_returned_as_it_is() -> None:
-    assert read_section(None) == {}
+    assert read_plugin_section(None) == {}
     given = {"tiers": {"ram": "1GiB", "nvme": ["/mnt:4GiB"]}, "moments": "bf16"}
-    assert read_section(given) == given
+    assert read_plugin_section(given) == given
 
 
 @pytest.mark.parametrize(
@@ -98,5 +98,5 @@ def test_section_is_returned_as_it_is() -> None:
 )
 def test_example_passes_the_checks(name: str, check: Any) -> None:
     given = yaml.safe_load((EXAMPLES / name).read_text())
-    assert read_section(given["megatier"])["tiers"]
+    assert read_plugin_section(given["megatier"])["tiers"]
     check(given)
