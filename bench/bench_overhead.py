@@ -194,10 +194,10 @@ TIMED: tuple[tuple[type[Any], str], ...] = (
     (Node, "leaves"),
     (UnitWeights, "enter"),
     (Use, "leave"),
-    (UnitGradients, "take_grad"),
-    (UnitGradients, "ship_grad"),
+    (UnitGradients, "acquire_grad_buffer"),
+    (UnitGradients, "submit_grad"),
     (Gradients, "add"),
-    (Gradients, "close"),
+    (Gradients, "end_use"),
     (GradientSums, "measure"),
 )
 """The calls of the computing thread for each use of a unit. The time of each includes the calls that it makes."""

@@ -50,14 +50,14 @@ class Buffer:
         """Allocate one buffer for all units."""
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
+    def acquire_grad_buffer(self, unit: str, *, fits: bool = False) -> torch.Tensor:
         """Give the buffer."""
         return self._bytes
 
-    def ship_grad(self, unit: str, *, group: int) -> None:
+    def submit_grad(self, unit: str, *, group: int) -> None:
         """Ship nothing."""
 
-    def sums_here(self, unit: str) -> bool:
+    def sums_in_buffer(self, unit: str) -> bool:
         """Answer as for a unit at home on the GPU, whose groups are added up in this buffer."""
         return True
 
@@ -171,10 +171,10 @@ def sums(device: torch.device, rounds: int) -> dict[str, float]:
         def run() -> None:
             for group in range(groups):
                 gradients.begin_group(group)
-                gradients.expect("layer", slices)
+                gradients.expect_use("layer", slices)
                 for _ in range(slices):
                     gradients.add("layer", grads)
-                gradients.close("layer")
+                gradients.end_use("layer")
 
             if device.type == "cuda":
                 torch.cuda.synchronize()

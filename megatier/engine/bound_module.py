@@ -106,7 +106,7 @@ class BoundModule:
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
         self._lent = {tensor.name: (parameters, leaf) for parameters, leaf, tensor in lent}
         """For each weight that is lent to the module, by its name, a place in which it lies during a forward."""
-        self.is_trained = {name: stage.gradients.takes(unit, name) for name in self._slices}
+        self.is_trained = {name: stage.gradients.is_trained(unit, name) for name in self._slices}
         """Whether each parameter is trained, by its name, in the order of `leaves`."""
         self.names = list(self._slices)
         """The names of the parameters, in the order of `leaves`."""

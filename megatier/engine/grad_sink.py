@@ -10,10 +10,10 @@ from torch import Tensor
 class GradSink(Protocol):
     """The protocol of an object that takes gradients. It knows the tiers; nodes do not."""
 
-    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
+    def acquire_grad_buffer(self, unit: str, *, fits: bool = False) -> Tensor:
         """Ask for a buffer, uint8, for elements in fp32 (several groups) or in the dtype of the weights.
 
-        If `sums_here`, it has the sum of the groups before.
+        If `sums_in_buffer`, it has the sum of the groups before.
 
         Args:
             unit: the unit.
@@ -21,10 +21,10 @@ class GradSink(Protocol):
                 buffer is for elements of that dtype then.
         """
 
-    def ship_grad(self, unit: str, *, group: int) -> None:
+    def submit_grad(self, unit: str, *, group: int) -> None:
         """Hand the buffer over, with a group's gradient in it."""
 
-    def sums_here(self, unit: str) -> bool:
+    def sums_in_buffer(self, unit: str) -> bool:
         """Return whether groups are added up in the buffer: it is at home on the GPU, or RAM is too short for sums."""
 
 

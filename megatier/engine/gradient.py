@@ -105,7 +105,7 @@ class Gradients:
         self._known: dict[str, set[str]] = {}
         """For each unit: those that had one in some step."""
         self._has_warned = False
-        self._shipped: Counter[str] = Counter()
+        self._num_submitted: Counter[str] = Counter()
         """The number of groups of this step that each unit has handed over."""
         self._is_watched = False
         """The backward of this group has begun."""
@@ -122,7 +122,7 @@ class Gradients:
         self._reached.clear()
         self._spent.clear()
         if not group:
-            self._shipped.clear()
+            self._num_submitted.clear()
             self._present.clear()
 
         self._accumulations.clear()
@@ -144,7 +144,7 @@ class Gradients:
         self._check_waits("it cannot go over a further forward. Make all forwards before loss.backward()")
         self.forward += 1
 
-    def takes(self, unit: str, name: str) -> bool:
+    def is_trained(self, unit: str, name: str) -> bool:
         """Return whether a parameter of a unit has a gradient. The others are frozen."""
         return unit in self._layouts and any(tensor.name == name for tensor in self._layouts[unit].tensors)
 
@@ -163,22 +163,22 @@ class Gradients:
         return self._is_watched and not self._is_over
 
     @property
-    def takes_aside(self) -> bool:
+    def can_evaluate(self) -> bool:
         """Whether a forward without gradients may come within the step now: before a backward, and not inside one."""
         return self.group < self._groups - 1 if self._is_over else not self._is_watched
 
-    def begin_aside(self) -> None:
+    def begin_evaluation(self) -> None:
         """Begin a forward without gradients. After the backward of a group it belongs to the next one."""
         if self._is_over:
             self.begin_group(self.group + 1)
 
-    def expect(self, unit: str, num_slices: int) -> None:
+    def expect_use(self, unit: str, num_slices: int) -> None:
         """Note a use in a forward, whose backward will follow in so many slices."""
         accumulated = self._accumulations[unit]
         accumulated.num_summands += num_slices
         accumulated.uses_left += 1
 
-    def forgo(self, unit: str, num_slices: int) -> None:
+    def cancel_use(self, unit: str, num_slices: int) -> None:
         """Note that no backward that trains will come to such a use any more."""
         accumulated = self._accumulations[unit]
         accumulated.num_summands -= num_slices
@@ -270,13 +270,13 @@ class Gradients:
         # No output of some uses led to the loss, so no backward came to them. Others of the unit made a gradient.
         for unit, accumulated in self._accumulations.items():
             if accumulated.uses_left and accumulated.num_added:
-                self._ship(unit)
+                self._submit(unit)
         self._accumulations.clear()
 
         # A unit that the last groups left out: its update waits for a gradient of every group. If ranks share it, the
         # sink knows what was left out.
         if not self._is_shared and self.group == self._groups - 1:
-            for unit in list(self._shipped):
+            for unit in list(self._num_submitted):
                 self._catch_up(unit, self._groups)
 
         self._is_over = True
@@ -300,14 +300,14 @@ class Gradients:
             else:
                 accumulated.sums[name] = grad
 
-    def close(self, unit: str) -> None:
+    def end_use(self, unit: str) -> None:
         """Note that the backward of a use is over. After the last one, the group's gradient is handed over."""
         accumulated = self._accumulations[unit]
         accumulated.uses_left -= 1
         if not accumulated.uses_left:
-            self._ship(unit)
+            self._submit(unit)
 
-    def _ship(self, unit: str) -> None:
+    def _submit(self, unit: str) -> None:
         """Hand a unit's gradient of this group over."""
         accumulated = self._accumulations[unit]
         buffer = accumulated.buffer
@@ -320,8 +320,8 @@ class Gradients:
 
     def _catch_up(self, unit: str, group: int) -> None:
         """Hand over a gradient of zero for each group before this one that left the unit out."""
-        for missing in range(self._shipped[unit], group):
-            buffer = self._take(unit)
+        for missing in range(self._num_submitted[unit], group):
+            buffer = self._acquire(unit)
             if not self._adds(unit, missing):
                 buffer.zero_()
             self._send(unit, missing, buffer)
@@ -338,7 +338,7 @@ class Gradients:
 
         # A single summand is as autograd made it. A sum of several is not rounded before all groups are in it.
         fits = self._is_shared and not before and all(grad.dtype is self._dtypes[unit] for grad in grads.values())
-        buffer = self._take(unit, fits=fits)
+        buffer = self._acquire(unit, fits=fits)
         adds = self._adds(unit, self.group)
 
         layout = self._layouts[unit]
@@ -373,14 +373,14 @@ class Gradients:
         accumulated.buffer = buffer
         return buffer
 
-    def _take(self, unit: str, *, fits: bool = False) -> Tensor:
+    def _acquire(self, unit: str, *, fits: bool = False) -> Tensor:
         """Ask the sink for a buffer, and see it as numbers."""
         is_summand = (self._groups > 1 or self._is_shared) and not fits
-        return self._sink.take_grad(unit, fits=fits).view(torch.float32 if is_summand else self._dtypes[unit])
+        return self._sink.acquire_grad_buffer(unit, fits=fits).view(torch.float32 if is_summand else self._dtypes[unit])
 
     def _adds(self, unit: str, group: int) -> bool:
         """Return whether the buffer holds the sum of the groups before."""
-        return group > 0 and self._sink.sums_here(unit)
+        return group > 0 and self._sink.sums_in_buffer(unit)
 
     def _send(self, unit: str, group: int, buffer: Tensor) -> None:
         """Hand the buffer over to the sink."""
@@ -388,7 +388,7 @@ class Gradients:
 
         # A gradient that is final here is measured here. Sums that are taken in RAM are rounded and measured there.
         is_alone = self._groups == 1 and not self._is_shared
-        if last and (is_alone or self._sink.sums_here(unit)):
+        if last and (is_alone or self._sink.sums_in_buffer(unit)):
             dtype = self._dtypes[unit]
             if buffer.dtype is not dtype:
                 rounded = buffer.to(dtype)
@@ -399,8 +399,8 @@ class Gradients:
         # Of several ranks each sees its own groups only, so a parameter without a gradient here may have one elsewhere.
         if last and not self._is_shared:
             self._remark(unit)
-        self._sink.ship_grad(unit, group=group)
-        self._shipped[unit] = group + 1
+        self._sink.submit_grad(unit, group=group)
+        self._num_submitted[unit] = group + 1
 
     def _remark(self, unit: str) -> None:
         """Warn once if a parameter has no gradient in a step, though it had one and its unit has one."""

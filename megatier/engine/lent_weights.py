@@ -42,7 +42,7 @@ class LentWeights(torch.autograd.Function):
         if purpose.trains:
             parts = zip(node.names, grads, strict=True)
             gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])
-            gradients.close(node.unit)
+            gradients.end_use(node.unit)
         elif not purpose.retains_graph:
-            gradients.forgo(node.unit, 1)
+            gradients.cancel_use(node.unit, 1)
         return None, None

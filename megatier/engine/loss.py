@@ -158,7 +158,7 @@ class FusedLoss:
         # Announced before autograd knows of the loss, as in a call of a node.
         gradients = self.stage.gradients
         if self.head.trained:
-            gradients.expect(self.head.unit, 1)
+            gradients.expect_use(self.head.unit, 1)
         result: Tensor = _LossFunction.apply(self, hidden, self.stage.anchor, targets, count)  # type: ignore[no-untyped-call]
         return result
 
@@ -381,10 +381,10 @@ class _LossFunction(torch.autograd.Function):
         if grads.of_head and purpose.trains:
             summands = [(fused.names[leaf], summand.mul_(grad)) for leaf, summand in grads.of_head.items()]
             gradients.add(unit, summands)
-            gradients.close(unit)
+            gradients.end_use(unit)
         elif grads.of_head:
             # The graph goes with a backward for gradients of inputs alone, so the group must not wait for this use.
-            gradients.forgo(unit, 1)
+            gradients.cancel_use(unit, 1)
         if hidden_grad is not None:
             hidden_grad.mul_(grad)
         return None, hidden_grad, None, None, None

@@ -101,7 +101,7 @@ class Node(BoundModule):
 
         # The backward counts down what is announced here, so it is announced before autograd knows of the call.
         if self.trained:
-            stage.gradients.expect(self.unit, call.num_slices)
+            stage.gradients.expect_use(self.unit, call.num_slices)
         results = UnitFunction.apply(call, stage.anchor, *inputs)  # type: ignore[no-untyped-call]
         return call.unpack(list(results))
 
@@ -185,7 +185,7 @@ class Node(BoundModule):
 
         # The backward counts down what is announced here, so it is announced before autograd knows of the copies.
         if self.trained and torch.is_grad_enabled():
-            self.stage.gradients.expect(self.unit, 1)
+            self.stage.gradients.expect_use(self.unit, 1)
         with torch.set_grad_enabled(bool(self.trained) and torch.is_grad_enabled()):
             copies = LentWeights.apply(self, self.stage.anchor)  # type: ignore[no-untyped-call]
         with self._bound([*copies, *self._copies()]):

@@ -13,7 +13,7 @@ A loop that runs forward and backward by itself calls the parts of a step:
   Another forward of a group, before its backward, runs inside `begin_forward`. `abandon` ends a step at any time.
 - Several ranks call the same, but none may abandon a step alone. One that cannot go on calls `sit_out` of the player
   for what is left, and then all call `drop_step`.
-- An evaluation within a step, before a backward, is one forward inside `aside`.
+- An evaluation within a step, before a backward, is one forward inside `evaluation_in_step`.
 """
 
 from __future__ import annotations
@@ -214,9 +214,9 @@ class Engine:
         self.gradients.begin_forward()
         return self._leg(Leg.FURTHER)
 
-    def aside(self) -> AbstractContextManager[None]:
+    def evaluation_in_step(self) -> AbstractContextManager[None]:
         """Run one forward without gradients inside, in the middle of a step and before a backward."""
-        self.gradients.begin_aside()
+        self.gradients.begin_evaluation()
         return self._leg(Leg.ASIDE)
 
     @contextmanager

@@ -223,12 +223,12 @@ class UnitFunction(torch.autograd.Function):
         if record.beside is not None:
             record.beside.set_fetched(())
 
-        # The weights go first: `close` may wait for the sum of the group before, and no load should wait for that.
+        # The weights go first: `end_use` may wait for the sum of the group before, and no load should wait for that.
         use.leave()
         if node.trained and purpose.trains:
-            stage.gradients.close(node.unit)
+            stage.gradients.end_use(node.unit)
         elif node.trained and not purpose.retains_graph:
-            stage.gradients.forgo(node.unit, call.num_slices)
+            stage.gradients.cancel_use(node.unit, call.num_slices)
         return (None, None, *_join_grads(input_grads, call))
 
 

@@ -44,7 +44,7 @@ class StreamedGeneration(StreamedSteps):
         self.lends_memory = False
         self._resident = ResidentWeights(session, session.setup.config.tiers.gpu_limit)
         self._is_lending = False
-        self._has_told = False
+        self._has_logged = False
         if isinstance(self.model, GenerationMixin):
             methods = vars(self.model)
             methods["generate"] = self._generating(self.model.generate)
@@ -64,7 +64,7 @@ class StreamedGeneration(StreamedSteps):
             CapacityError: RAM has no room for the state, on this rank or another one; or, at the end, others have the
                 memory still.
         """
-        self._settle("Lending memory", "lent_memory()")
+        self._finish_updates("Lending memory", "lent_memory()")
         # Views of the arena are found by addresses, which may be those of other bytes later.
         self._engine.model.forget({unit.name for unit in self._session.own_units})
 
@@ -77,7 +77,7 @@ class StreamedGeneration(StreamedSteps):
         finally:
             self._is_lending = False
             try:
-                self._stop_giving()
+                self._stop_weights()
             finally:
                 loan.take_back()
 
@@ -110,24 +110,24 @@ class StreamedGeneration(StreamedSteps):
             return
 
         if self._is_lending:
-            self._stop_giving()
-            self._meet("held_weights()")
+            self._stop_weights()
+            self._sync_ranks("held_weights()")
         else:
-            self._settle("Holding weights", "held_weights()")
+            self._finish_updates("Holding weights", "held_weights()")
         if not self._engine.model.knows_tiles:
             raise StreamedModelError(
                 "held_weights() before the first forward of a model with tile_tokens, which finds out what runs in "
                 "tiles. Make a forward under torch.no_grad() first."
             )
         with self._resident.loaded():
-            self._tell()
+            self._log_held_weights()
             yield
 
-    def _tell(self) -> None:
+    def _log_held_weights(self) -> None:
         """Say once what is held, and what training has lent for it. The first rank alone does."""
-        if self._has_told or self.rank > 0:
+        if self._has_logged or self.rank > 0:
             return
-        self._has_told = True
+        self._has_logged = True
         held = mib(self._resident.num_bytes)
         if self._is_lending:
             state = mib(self._session.store.loan.num_bytes)
@@ -155,13 +155,13 @@ class StreamedGeneration(StreamedSteps):
         # Others may have had it when the block ended.
         self._session.store.loan.take_back()
 
-    def _begin_giving(self) -> None:
+    def _begin_weights(self) -> None:
         # All updates were over before the memory was lent, so an engine that has it may be fed there.
         if self._is_lending and not self._resident.is_loaded:
-            self._stop_giving()
-            self._meet("weights()")
+            self._stop_weights()
+            self._sync_ranks("weights()")
         else:
-            super()._begin_giving()
+            super()._begin_weights()
 
     def _held_forward(self) -> contextlib.AbstractContextManager[None]:
         """Run one forward with weights that are held inside."""
@@ -174,7 +174,7 @@ class StreamedGeneration(StreamedSteps):
         return self._resident.running()
 
     @contextlib.contextmanager
-    def _phase(self, *, holds: bool) -> Iterator[None]:
+    def _generation(self, *, holds: bool) -> Iterator[None]:
         """Generate inside, in memory that is lent if `lends_memory` says so.
 
         Args:
@@ -192,7 +192,7 @@ class StreamedGeneration(StreamedSteps):
 
         @functools.wraps(generate)
         def generating(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
-            with self._phase(holds=False):
+            with self._generation(holds=False):
                 return generate(*args, **kwargs)
 
         return generating
@@ -207,7 +207,7 @@ class StreamedGeneration(StreamedSteps):
                     "generate_batch with persistent_manager: its graphs would read weights where they lie now, and "
                     "they are let go when it ends. Leave it out."
                 )
-            with self._phase(holds=True), _noting_managers(self.model) as managers:
+            with self._generation(holds=True), _noting_managers(self.model) as managers:
                 texts = generate(*args, **kwargs)
             inputs = args[0] if args else kwargs["inputs"]
             _check_texts(texts, len(inputs), managers)

@@ -159,7 +159,7 @@ class StreamedState(ABC):
         if self._session.engine.model.knows_tiles or self._inside:
             return
 
-        self._settle("The first forward", "a first forward")
+        self._finish_updates("The first forward", "a first forward")
         few = few_tokens([*args, *kwargs.values()])
         named = dict(zip(kwargs, few[len(args) :], strict=True))
 
@@ -179,7 +179,7 @@ class StreamedState(ABC):
 
     def all_of(self, value: T) -> list[T]:
         """Return the objects of all ranks in their order, such as losses to add up. Any object will do."""
-        self._meet("all_of()")
+        self._sync_ranks("all_of()")
         return self._all_ranks.all_gather_object(value)
 
     def read(self, name: str) -> Tensor:
@@ -192,7 +192,7 @@ class StreamedState(ABC):
             BlockNotFoundError: the model has no parameter of that name.
             StreamedModelError: a step is open.
         """
-        self._settle("Reading weights", f"read({name!r})")
+        self._finish_updates("Reading weights", f"read({name!r})")
         places = places_of(self._session.whole_units)
         if name not in places:
             raise BlockNotFoundError(
@@ -209,7 +209,7 @@ class StreamedState(ABC):
             CapacityError: they do not fit RAM; `export` and `save` stream.
             StreamedModelError: a step is open.
         """
-        self._settle("Reading weights", "state_dict()")
+        self._finish_updates("Reading weights", "state_dict()")
         places = places_of(self._session.whole_units)
 
         # Checked before the first copy: a process that runs out of RAM half way is killed, and says nothing.
@@ -237,13 +237,13 @@ class StreamedState(ABC):
         """
         # Kept from call to call: which tensors there are does not change, only their numbers do.
         if self._hub_weights is None:
-            self._hub_weights = HubWeights(self._session, self._begin_giving)
+            self._hub_weights = HubWeights(self._session, self._begin_weights)
         return self._hub_weights
 
-    def _begin_giving(self) -> None:
-        self._settle("Giving weights out", "weights()")
+    def _begin_weights(self) -> None:
+        self._finish_updates("Giving weights out", "weights()")
 
-    def _stop_giving(self, *, after_error: bool = False) -> None:
+    def _stop_weights(self, *, after_error: bool = False) -> None:
         """Give no more weights to whoever takes them: the model is used in another way, or closes."""
         if self._hub_weights is not None and after_error:
             self._hub_weights.drop()
@@ -269,7 +269,7 @@ class StreamedState(ABC):
         Raises:
             ConfigError, CapacityError, TransferError: see `models.export.export`.
         """
-        self._settle("An export", "export()")
+        self._finish_updates("An export", "export()")
         session = self._session
         written = session.engine.options.dtype if dtype is None else COMPUTE_DTYPES[dtype]
         with self._all_ranks.failing_together(), session.reading_masters() as read:
@@ -297,7 +297,7 @@ class StreamedState(ABC):
         Raises:
             CapacityError, TransferError: see `CheckpointWriter.wait`.
         """
-        self._settle("A checkpoint", "save()")
+        self._finish_updates("A checkpoint", "save()")
         path = Path(folder)
 
         # By the first rank, before any of them writes there.
@@ -341,9 +341,10 @@ class StreamedState(ABC):
         Warns:
             UserWarning: layers are compiled in another way, or libraries, devices or their settings are others.
         """
-        # Not `_settle`: a torn state refuses to be drained. `loading` drains a whole one, and resets a torn one.
+        # Not `_finish_updates`, since a torn state cannot be drained. `loading` drains a whole one, and resets a torn
+        # one.
         self._check_between_steps("Restoring a checkpoint")
-        self._meet("restore()")
+        self._sync_ranks("restore()")
         saved = self._saved(Path(folder))
         tiles = read_tiles(saved.state)  # read before anything is changed, as it may be damaged
         # Weights that are held for a text that is generated would be those of before.
@@ -364,7 +365,7 @@ class StreamedState(ABC):
             CheckpointError: see `restore`.
             TornStateError: something was interrupted while state was changed, so `restore` has to mend it.
         """
-        self._settle("Restoring weights", "restore_weights()")
+        self._finish_updates("Restoring weights", "restore_weights()")
         saved = self._saved(Path(folder))
         self._held.drop_all()
         restore(self._session, saved.path, weights_only=True)
@@ -393,7 +394,7 @@ class StreamedState(ABC):
             return "not at all"
         return "for batches of any size" if compilation.any_shape else "for batches of one size"
 
-    def _settle(self, what: str, call: str) -> None:
+    def _finish_updates(self, what: str, call: str) -> None:
         """Finish all updates that are due, so that weights may be read.
 
         Args:
@@ -401,10 +402,10 @@ class StreamedState(ABC):
             call: what all ranks have to call.
         """
         self._check_between_steps(what)
-        self._meet(call)
+        self._sync_ranks(call)
         self._session.player.drain()
 
-    def _meet(self, call: str, dropped: str = "") -> list[tuple[int, str]]:
+    def _sync_ranks(self, call: str, dropped: str = "") -> list[tuple[int, str]]:
         """Wait until all ranks have come to the same call: they share the state, so each needs the others for it.
 
         Args:

@@ -53,7 +53,7 @@ class StreamedSteps(StreamedState):
         """The last steps by number, with what happened in them."""
 
         self._is_closed = False
-        self._has_parted = False
+        self._has_left_step = False
         """Whether this rank has left a step half-way, in which the others are still."""
 
     @property
@@ -84,7 +84,7 @@ class StreamedSteps(StreamedState):
         # Trainers ask for the norm before `optimizer.step` asks again. The pass can be ended only once.
         if self._step.norm is None:
             self._check_whole()
-            if dropped := self._meet(OPTIMIZER_STEP):
+            if dropped := self._sync_ranks(OPTIMIZER_STEP):
                 self._drop_step()
                 raise StepDroppedError(self.steps + 1, dropped)
 
@@ -92,7 +92,7 @@ class StreamedSteps(StreamedState):
             try:
                 self._step.norm = self._engine.measure(self.steps + 1)
             except BaseException:
-                self._part()
+                self._leave_step()
                 raise
         return self._step.norm
 
@@ -139,21 +139,21 @@ class StreamedSteps(StreamedState):
         if not self.is_in_step:
             return
         if self.num_ranks == 1 or self._step.norm is not None:
-            self._meet("abandon()")
+            self._sync_ranks("abandon()")
             self._step = OpenStep()
             self._engine.abandon()
         elif self._engine.can_drop:
             self._sit_out(self._step.drop_cause or "it called abandon() or zero_grad().")
         else:
-            self._part()
+            self._leave_step()
 
     def _sit_out(self, cause: str) -> None:
         """Take no part any more in the open step, and drop it with all other ranks, once they have come to its end."""
         for group in range(self._step.num_groups - 1, self.accumulation_steps):
             if group >= self._step.num_groups:
-                self._meet(FORWARD, cause)
+                self._sync_ranks(FORWARD, cause)
             self._session.player.sit_out(group)
-        self._meet(OPTIMIZER_STEP, cause)
+        self._sync_ranks(OPTIMIZER_STEP, cause)
         self._drop_step()
 
     def _drop_step(self) -> None:
@@ -162,10 +162,10 @@ class StreamedSteps(StreamedState):
         self._engine.drop_step()
         self._session.player.take_events()  # nobody asks what happened in it
 
-    def _part(self) -> None:
+    def _leave_step(self) -> None:
         """Leave the open step half-way. Several ranks cannot go on after that."""
         self._step = OpenStep()
-        self._has_parted = self.num_ranks > 1
+        self._has_left_step = self.num_ranks > 1
         self._engine.abandon()
 
     def drop_gradients(self) -> None:
@@ -208,12 +208,12 @@ class StreamedSteps(StreamedState):
         self._session.owner.check()
         if self._is_closed:
             raise StreamedModelError("this streamed model is closed; open it anew with megatier.stream.")
-        if self._has_parted:
+        if self._has_left_step:
             raise StreamedModelError(
                 "this rank has left a step half-way, in which the other ranks are still. Start all ranks again, from "
                 "the last Streamed.save."
             )
-        self._stop_giving()
+        self._stop_weights()
         if self._step.drop_cause:
             self.abandon()
 

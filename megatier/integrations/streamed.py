@@ -108,7 +108,7 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
             # Past `close`, for which all ranks would have to meet: they are told of the error instead.
             self._is_closed = True
             self._disown()
-            self._stop_giving(after_error=True)
+            self._stop_weights(after_error=True)
             self._opened.__exit__(kind, error, trace)
 
     def close(self) -> None:
@@ -126,12 +126,12 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
 
         # An error in here is told to the other ranks, and then all is closed nevertheless.
         with self._opened:
-            self._stop_giving()
+            self._stop_weights()
             if self.num_ranks > 1:
                 self._check_between_steps("Closing")
             self._is_closed = True
             self._disown()
-            self._meet("close()")
+            self._sync_ranks("close()")
 
     def _close_dropped(self) -> None:
         # Not `close`, for which ranks meet. Whoever keeps the model or the optimizer keeps this too.
@@ -176,12 +176,12 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
         self._check_open()
         if torch.is_grad_enabled():
             return self._begin_forward(is_text=is_text)
-        if self.is_in_step and self._engine.gradients.takes_aside:
+        if self.is_in_step and self._engine.gradients.can_evaluate:
             # The weights are those of the step's forwards, so it is a part of the step.
-            return self._engine.aside()
+            return self._engine.evaluation_in_step()
 
         # An evaluation reads the weights of the last step, whose updates may still wait for the next forward.
-        self._settle("An evaluation", "a forward without gradients")
+        self._finish_updates("An evaluation", "a forward without gradients")
         return self._engine.evaluation(self._held.begin(evaluation))
 
     def _check_thread(self) -> None:
@@ -202,7 +202,7 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
         if self.is_in_step and self.num_ranks > 1 and self._engine.can_drop:
             self._step.drop_cause = cause_of(error)
         elif self.is_in_step:
-            self._part()
+            self._leave_step()
 
     def lent_head(self) -> contextlib.AbstractContextManager[None]:
         """Make the head's weight a tensor on the device, inside a forward and until its backward."""
@@ -256,7 +256,7 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
                 "optimizer.step(), or give megatier.stream the right number."
             )
 
-        self._meet(FORWARD)
+        self._sync_ranks(FORWARD)
 
         # The settings that stand now count for speculative updates; `finish_step` voids those if they have changed.
         if not self.is_in_step:

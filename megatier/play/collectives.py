@@ -237,7 +237,7 @@ class Collectives:
         gather = partial(self._gather, unit, None, ())
         return self._append(unit, gather)
 
-    def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
+    def acquire_grad_buffer(self, unit: str, *, fits: bool = False) -> torch.Tensor:
         """Return a GPU buffer for the whole unit's gradient of one group: uint8, contents unspecified.
 
         Args:
@@ -248,12 +248,12 @@ class Collectives:
         width = schema.grad_width if fits else FP32_BYTES
         return self._take_buffer(unit, width)
 
-    def ship_grad(self, unit: str, *, group: int) -> None:
+    def submit_grad(self, unit: str, *, group: int) -> None:
         """Hand over a group's gradient for the reduce-scatter."""
         self._units_with_grads.add(unit)
         self._hand_over(unit, group)
 
-    def sums_here(self, unit: str) -> bool:
+    def sums_in_buffer(self, unit: str) -> bool:
         """Return False, because groups are added up after the all-to-all."""
         return False
 
@@ -421,7 +421,7 @@ class Collectives:
 
         # Asked first, because the unit has a gradient once the buffer is handed over.
         has_sum = not gradients.is_first(unit)
-        total = gradients.take_grad(unit)
+        total = gradients.acquire_grad_buffer(unit)
         self._optimizer.sums.sum_groups(
             unit,
             total,
@@ -433,4 +433,4 @@ class Collectives:
 
         # If this rank has left the unit out, it does not know yet whether another rank has a gradient.
         has_gradient = unit in self._units_with_grads
-        gradients.ship_grad(unit, group=scatter.group, speculates=has_gradient)
+        gradients.submit_grad(unit, group=scatter.group, speculates=has_gradient)

@@ -1,6 +1,6 @@
 """The gradients of units, on their way from compute to the updates.
 
-From `take_grad` to `ship_grad` compute has a buffer on the GPU for a unit's gradient. Then the gradient belongs to
+From `acquire_grad_buffer` to `submit_grad` compute has a buffer on the GPU for a unit's gradient. Then the gradient belongs to
 `Updates`. It goes to RAM or NVMe or stays on the GPU, is added to the gradients of other groups, and is applied.
 
 Threads: only the thread that computes calls these methods; in a backward that is autograd's.
@@ -55,10 +55,10 @@ class UnitGradients:
         """Return whether the unit has no group's gradient yet in this step."""
         return unit not in self._summed
 
-    def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
-        """Return a GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_here`."""
+    def acquire_grad_buffer(self, unit: str, *, fits: bool = False) -> torch.Tensor:
+        """Return a GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_in_buffer`."""
         # The sum was requested at the use of the unit. If that failed, the lease below requests it again, and raises.
-        fresh = unit not in self._summed or not self.sums_here(unit)
+        fresh = unit not in self._summed or not self.sums_in_buffer(unit)
         store = self._blocks.store
         with self._recorder.waiting("gpu_to_ram" if fresh else "ram_to_gpu"):
             fetch = self._updates.take_fetch(unit)
@@ -71,7 +71,7 @@ class UnitGradients:
                 self._buffers[unit] = lease
         return lease.bytes
 
-    def ship_grad(self, unit: str, *, group: int, speculates: bool = True) -> None:
+    def submit_grad(self, unit: str, *, group: int, speculates: bool = True) -> None:
         """Hand over a group's gradient. After the last group the unit's gradient is final.
 
         In the immediate mode its update starts then.
@@ -114,7 +114,7 @@ class UnitGradients:
             elif speculates:
                 self._updates.submit_speculative(unit, made)
 
-    def sums_here(self, unit: str) -> bool:
+    def sums_in_buffer(self, unit: str) -> bool:
         """Return whether groups are added up on the GPU, because of the gradient's home or for want of RAM."""
         return self._blocks.placement.sum_tier(unit) is Tier.GPU
 

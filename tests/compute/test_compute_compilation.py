@@ -282,7 +282,7 @@ def streamed(
 class OneShelf(Shelf):
     """Weights of a unit of one tensor."""
 
-    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
+    def acquire_grad_buffer(self, unit: str, *, fits: bool = False) -> Tensor:
         self.shipped.append(torch.full_like(self.weights, float("nan")))
         return self.shipped[-1].view(torch.uint8)
 

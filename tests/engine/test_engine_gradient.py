@@ -25,17 +25,17 @@ class Tray:
         self.groups: list[int] = []
         self.measured: list[Tensor] = []
 
-    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
+    def acquire_grad_buffer(self, unit: str, *, fits: bool = False) -> Tensor:
         self.taken += 1
         if not self.sums:
             self.buffer.fill_(0xFF)
         return self.buffer
 
-    def ship_grad(self, unit: str, *, group: int) -> None:
+    def submit_grad(self, unit: str, *, group: int) -> None:
         self.shipped.append(self.buffer.clone())
         self.groups.append(group)
 
-    def sums_here(self, unit: str) -> bool:
+    def sums_in_buffer(self, unit: str) -> bool:
         return self.sums
 
     def measure(self, unit: str, grad: Tensor) -> None:
@@ -67,11 +67,11 @@ def flat(tensors: Mapping[str, Tensor]) -> Tensor:
 def send(gradients: Gradients, *uses: list[dict[str, Tensor]]) -> None:
     """One group: per use, its slices."""
     for slices in uses:
-        gradients.expect("unit", len(slices))
+        gradients.expect_use("unit", len(slices))
     for slices in uses:
         for piece in slices:
             gradients.add("unit", [(tensor.name, piece.get(tensor.name)) for tensor in LAYOUT.tensors])
-        gradients.close("unit")
+        gradients.end_use("unit")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,10 +109,10 @@ def test_gradients_parameters_that_a_use_does_not_name_are_left_to_the_others(fi
     piece = parts(0)
     uses = [{k: v for k, v in piece.items() if (k in first) is which} for which in (True, False)]
     for _ in uses:
-        gradients.expect("unit", 1)
+        gradients.expect_use("unit", 1)
     for use in uses:
         gradients.add("unit", list(use.items()))
-        gradients.close("unit")
+        gradients.end_use("unit")
     assert torch.equal(tray.measured[0], flat(piece))
 
 
@@ -149,13 +149,13 @@ def test_gradients_fp32_part_of_a_bf16_unit_is_not_rounded_before_the_sum() -> N
 def test_gradients_unit_is_shipped_only_after_its_last_use() -> None:
     tray = Tray()
     gradients = collector(tray)
-    gradients.expect("unit", 1)
-    gradients.expect("unit", 1)
+    gradients.expect_use("unit", 1)
+    gradients.expect_use("unit", 1)
     gradients.add("unit", list(parts(0).items()))
-    gradients.close("unit")
+    gradients.end_use("unit")
     assert tray.shipped == []
     gradients.add("unit", list(parts(1).items()))
-    gradients.close("unit")
+    gradients.end_use("unit")
     assert len(tray.shipped) == 1
 
 
@@ -191,7 +191,7 @@ def test_gradients_several_groups_at_home_are_summed_there_in_fp32_and_rounded_o
 def test_gradients_new_group_forgets_what_an_abandoned_one_left() -> None:
     tray = Tray()
     gradients = collector(tray)
-    gradients.expect("unit", 2)
+    gradients.expect_use("unit", 2)
     gradients.add("unit", list(parts(0).items()))
     gradients.begin_group(0)
     send(gradients, [parts(1), parts(2)])
@@ -201,7 +201,7 @@ def test_gradients_new_group_forgets_what_an_abandoned_one_left() -> None:
 def test_gradients_use_without_a_backward_is_forgotten_when_the_backward_is_over() -> None:
     tray = Tray()
     gradients = collector(tray)
-    gradients.expect("unit", 1)
+    gradients.expect_use("unit", 1)
     before = gradients.is_open
     gradients.end_group()
     assert (before, gradients.is_open) == (True, False)
@@ -211,10 +211,10 @@ def test_gradients_use_without_a_backward_is_forgotten_when_the_backward_is_over
 def test_gradients_of_the_other_use_go_out_when_one_has_no_backward() -> None:
     tray = Tray()
     gradients = collector(tray)
-    gradients.expect("unit", 1)
-    gradients.expect("unit", 1)
+    gradients.expect_use("unit", 1)
+    gradients.expect_use("unit", 1)
     gradients.add("unit", list(parts(0).items()))
-    gradients.close("unit")
+    gradients.end_use("unit")
     assert tray.shipped == []
     gradients.end_group()
     assert torch.equal(tray.measured[0], flat(parts(0)))
@@ -260,7 +260,7 @@ def test_gradients_group_ends_with_the_backward_that_it_watches() -> None:
     class Watched(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: Tensor) -> Tensor:
-            gradients.expect("unit", 1)
+            gradients.expect_use("unit", 1)
             return x.clone()
 
         @staticmethod
@@ -280,9 +280,9 @@ def test_parameter_without_a_gradient_in_a_later_step_is_warned_of_once() -> Non
     def step(first: str, second: str) -> None:
         for group, names in enumerate((first, second)):
             gradients.begin_group(group)
-            gradients.expect("unit", 1)
+            gradients.expect_use("unit", 1)
             gradients.add("unit", [(name, parts(1)[name]) for name in names])
-            gradients.close("unit")
+            gradients.end_use("unit")
 
     # One group of a step is enough, and so is a parameter that never had one.
     step("a", "ac")

@@ -61,12 +61,12 @@ class Head:
         self.phases.append(phase)
         return SimpleNamespace(bytes=self.weights.view(torch.uint8), leave=lambda: None)
 
-    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
+    def acquire_grad_buffer(self, unit: str, *, fits: bool = False) -> Tensor:
         return self.grad.view(torch.uint8)
 
-    def ship_grad(self, unit: str, *, group: int) -> None: ...
+    def submit_grad(self, unit: str, *, group: int) -> None: ...
 
-    def sums_here(self, unit: str) -> bool:
+    def sums_in_buffer(self, unit: str) -> bool:
         return False
 
     def measure(self, unit: str, grad: Tensor) -> None:

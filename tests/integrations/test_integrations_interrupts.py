@@ -164,7 +164,7 @@ def test_backward_that_is_interrupted_at_its_end_is_no_whole_step(
         before = streamed.state_dict()
         loss = streamed.model(**random_groups(TRAIN, 160, 2)[0]).loss
         gradients = streamed._engine.model.stage.gradients
-        ship = gradients._ship
+        ship = gradients._submit
         units = len(gradients._layouts)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             left = iter(range(units - 1, -1, -1))
@@ -174,7 +174,7 @@ def test_backward_that_is_interrupted_at_its_end_is_no_whole_step(
                     raise KeyboardInterrupt
                 ship(unit)
 
-            patch.setattr(gradients, "_ship", interrupt)
+            patch.setattr(gradients, "_submit", interrupt)
             loss.backward()
         with pytest.raises(StreamedModelError, match="0 of 1 backwards"):
             streamed.optimizer.step()

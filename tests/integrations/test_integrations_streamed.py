@@ -256,7 +256,7 @@ def test_backward_that_fails_may_be_dropped(
         loop(streamed, train, 160, last=step - 1)
         loss = streamed.model(**random_groups(train, 160, step)[0]).loss
         with monkeypatch.context() as patch:
-            patch.setattr(Gradients, "close", fail)
+            patch.setattr(Gradients, "end_use", fail)
             with pytest.raises(ArithmeticError, match="planted"):
                 loss.backward()
         with pytest.raises(StreamedModelError, match=r"abandon\(\)"):

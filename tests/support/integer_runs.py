@@ -159,18 +159,18 @@ class Run:
             self.fill_grad(unit, group, self.model.grad(unit, group))
         use.leave()
         if phase is Phase.BACKWARD:
-            self.player.grad_sink.ship_grad(unit, group=group)
+            self.player.grad_sink.submit_grad(unit, group=group)
 
     def catch_up(self, unit: str, group: int) -> None:
         """Hand over zeros for the groups before this one that left the unit out, as the engine does."""
         for missing in range(self.shipped[unit], group):
             self.fill_grad(unit, missing, torch.zeros_like(self.model.grad(unit, missing)))
-            self.player.grad_sink.ship_grad(unit, group=missing)
+            self.player.grad_sink.submit_grad(unit, group=missing)
         self.shipped[unit] = group + 1
 
     def fill_grad(self, unit: str, group: int, grad: Tensor) -> None:
-        buffer = self.player.grad_sink.take_grad(unit)
-        last, sums = group == self.policy.groups - 1, self.player.grad_sink.sums_here(unit)
+        buffer = self.player.grad_sink.acquire_grad_buffer(unit)
+        last, sums = group == self.policy.groups - 1, self.player.grad_sink.sums_in_buffer(unit)
         if self.policy.groups > 1:
             total = grad + buffer.view(torch.int32)[: grad.numel()] if group and sums else grad
             buffer.view(torch.int32).copy_(total)

@@ -47,14 +47,14 @@ class Shelf:
     def fetch(self, unit: str) -> list[Tensor]:
         return [self.stashed.pop(unit)]
 
-    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
+    def acquire_grad_buffer(self, unit: str, *, fits: bool = False) -> Tensor:
         self.shipped.append(torch.full((LAYOUT.num_elements,), float("nan")))
         return self.shipped[-1].view(torch.uint8)
 
-    def ship_grad(self, unit: str, *, group: int) -> None:
+    def submit_grad(self, unit: str, *, group: int) -> None:
         pass
 
-    def sums_here(self, unit: str) -> bool:
+    def sums_in_buffer(self, unit: str) -> bool:
         return False
 
     def measure(self, unit: str, grad: Tensor) -> None:

@@ -318,8 +318,8 @@ def _use_all(session: Session, group: int, missing: Sequence[str]) -> None:
         player.weights.enter(unit, Phase.FORWARD, group).leave()
     for unit in reversed(units):
         player.weights.enter(unit, Phase.BACKWARD, group).leave()
-        player.grad_sink.take_grad(unit).zero_()
-        player.grad_sink.ship_grad(unit, group=group)
+        player.grad_sink.acquire_grad_buffer(unit).zero_()
+        player.grad_sink.submit_grad(unit, group=group)
 
 
 def _runs(session: Session, kind: Kind) -> dict[str, list[tuple[int, Any]]]:
