@@ -1,18 +1,18 @@
-"""Saves and restores the activations of a unit, from its forward to its backward, as each policy does.
+"""Saves the activations of a unit in its forward, and restores them in its backward, as each policy says.
 
-All three policies run the same graph in the forward, the training graph, so that they agree bit for bit and compile
-once. They differ in what stays of it.
+All three policies run the same training graph in the forward, so they agree bit for bit and compile once. They differ
+in what stays of the graph until the backward.
 
-keep: the graph stays. A saved tensor that lies in the unit's weight slot is packed as (offset, dtype, size, stride). At
-unpack it is bound again to wherever the unit's weights lie by then. So weights leave while activations stay.
-recompute: saved tensors are dropped at once. The backward runs the forward again, with the same random numbers.
-offload: recompute, with the unit's input in RAM or on NVMe in between.
+- keep: the graph stays. A saved tensor that lies in the unit's weight slot is packed as (offset, dtype, size, stride),
+  and bound again at unpack to wherever the weights lie by then. So weights can leave while activations stay.
+- recompute: saved tensors are dropped at once. The backward runs the forward again with the same random numbers.
+- offload: like recompute, while the unit's input waits in RAM or on NVMe.
 
-A compiled forward that saves its inputs alone (`Compilation.saved_share` 0) computes again inside its own backward. So
-recompute is keep then, and offload is keep with the input bound again as well. What attention gave, if it is kept, may
-go with an offloaded input and come back with it (`SideOffload`).
+A compiled forward that saves only its inputs (`Compilation.saved_share` 0) recomputes inside its own backward. For such
+a unit recompute is the same as keep, and offload is keep with the input rebound as well. Attention results that are
+kept can be offloaded together with the input (`SideOffload`).
 
-The policies themselves are `tier.Activations`.
+`unit_function` uses this on the thread that computes. The policies are defined in `tier.Activations`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _InRegion:
     """A saved tensor that is a view of the unit's weights, or of its offloaded input."""
 
     region: int
-    """The number of the region that it lies in."""
+    """The index of the region in which it lies."""
     offset: int
     """Its first byte in the region."""
     dtype: torch.dtype
@@ -43,55 +43,55 @@ class _InRegion:
 
 @dataclass(frozen=True, slots=True)
 class _OffloadedTensor:
-    """A tensor that went off the GPU beside an offloaded input."""
+    """A saved tensor that was offloaded together with the unit's input."""
 
     number: int
-    """How many went before it."""
+    """Its index among the tensors that were offloaded so."""
 
 
 class SideOffload:
-    """The tensors that one call sends off the GPU beside its input: attention's, which a backward needs."""
+    """The tensors that one call offloads together with its input: results of attention that the backward needs."""
 
     def __init__(self, stash: Callable[[Tensor], bool]) -> None:
-        """Begin before anything went.
+        """Begin with no tensor offloaded.
 
         Args:
-            stash: takes a tensor off the GPU; False: there is no room for it.
+            stash: offloads a tensor. It returns False if there is no room, and the tensor then stays.
         """
         self._stash = stash
         self._num_offloaded = 0
         self._fetched: Sequence[Tensor] = ()
 
     def offload(self, value: Any) -> Any:  # noqa: ANN401 - whatever an operator gives
-        """Send a value away if it is a tensor of floats and there is room; returns what `restore` takes for it."""
-        # States of random numbers stay: they are integers, and small.
+        """Offload a floating-point tensor if there is room. Return what `restore` takes in its place."""
+        # States of random generators stay, since they are small tensors of integers.
         if not torch.is_tensor(value) or not value.is_floating_point() or not self._stash(value):
             return value
         self._num_offloaded += 1
         return _OffloadedTensor(self._num_offloaded - 1)
 
     def set_fetched(self, tensors: Sequence[Tensor]) -> None:
-        """Say where the tensors are in the backward, in the order in which they went."""
+        """Set the fetched tensors for the backward, in the order in which they were offloaded."""
         self._fetched = tensors
 
     def restore(self, value: Any) -> Any:  # noqa: ANN401
-        """Give back what `offload` was given."""
+        """Return the value that `offload` was given."""
         return self._fetched[value.number] if isinstance(value, _OffloadedTensor) else value
 
 
 class Rebinding:
-    """Saved-tensor hooks of one slice: a tensor in memory that will leave is saved as an address."""
+    """Saved-tensor hooks of one slice, which save a tensor in memory that will be reused as an address."""
 
     def __init__(
         self, module_name: str, *regions: Tensor, beside: SideOffload | None = None, given: Iterable[Any] = ()
     ) -> None:
-        """Say what will leave.
+        """Take the memory that will be reused before the backward.
 
         Args:
-            module_name: the module whose forward it is, for messages.
-            regions: contiguous memory: the unit's weight slot and, if it is offloaded, the unit's input.
-            beside: takes what the forward has made itself and saves; None: that stays.
-            given: the arguments of the forward, which it has not made.
+            module_name: the name of the module, for messages.
+            regions: contiguous memory that will be reused: the weight slot, and the unit's input if that is offloaded.
+            beside: offloads what the forward saves of its own results; None: those stay.
+            given: the arguments of the forward, which are never offloaded.
         """
         self._module_name = module_name
         self._regions = regions
@@ -104,38 +104,38 @@ class Rebinding:
         """Run the forward inside."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
-        # An unpack before `bind` must be refused, and not read whichever unit lies there by then.
+        # An unpack before `bind` must fail instead of reading another unit's weights from the slot.
         self._regions = ()
 
     def bind(self, *regions: Tensor) -> None:
-        """Say where the same bytes lie in the backward."""
+        """Set where the same bytes lie in the backward."""
         self._regions = regions
 
     def _pack(self, tensor: Tensor) -> Tensor | _InRegion | _OffloadedTensor:
         """Save a tensor, or its address."""
         assert self._regions
 
-        # By address: a view of the slot has no other mark, whatever the forward has made of it.
+        # By address, since nothing else marks a view of the slot, whatever the forward has made of it.
         for index, region in enumerate(self._regions):
             offset = tensor.data_ptr() - region.data_ptr()
             if 0 <= offset < region.nbytes:
                 return _InRegion(index, offset, tensor.dtype, tensor.size(), tensor.stride())
 
-        # Without its graph: a result that a step of the graph saves would hold that step, which holds it. Nobody would
-        # free that circle if no backward came.
+        # Detached, since a result that a graph node saves would hold that node, which holds the result. Nothing would
+        # free this reference cycle if no backward came.
         tensor = tensor.detach()
 
-        # Arguments that layers share, such as position embeddings, are in memory once, so they stay.
+        # Arguments that layers share, such as position embeddings, are in memory anyway, so they stay.
         if self._beside is not None and tensor.untyped_storage().data_ptr() not in self._given:
             packed: Tensor | _OffloadedTensor = self._beside.offload(tensor)
             return packed
         return tensor
 
     def _unpack(self, packed: Tensor | _InRegion | _OffloadedTensor) -> Tensor:
-        """Give a saved tensor back, where its bytes lie now.
+        """Return a saved tensor, at the place where its bytes lie now.
 
         Raises:
-            UnsupportedModelError: a backward came here past the node's own.
+            UnsupportedModelError: a backward reached this tensor without going through the node.
         """
         if isinstance(packed, Tensor):
             return packed
@@ -156,10 +156,10 @@ class Rebinding:
 
 @contextlib.contextmanager
 def dropping(module_name: str) -> Iterator[None]:
-    """Drop what the forward of a module saves inside: it is the training graph, without its memory."""
+    """Drop what the forward of a module saves inside, so that it runs the training graph without its memory."""
 
     def refuse(_: object) -> Tensor:
-        # The node's own backward runs the forward again, so it never comes here.
+        # The node's backward recomputes the forward, so it never unpacks these.
         raise lost_gradient_error(module_name)
 
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):

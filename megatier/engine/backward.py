@@ -1,8 +1,8 @@
-"""Tells what a backward is for that comes to a node: the gradients of a step, or those of inputs alone.
+"""Tells whether a backward that reaches a node trains, or asks only for gradients of inputs.
 
 `loss.backward()` trains. `torch.autograd.grad(loss, x)` and `loss.backward(inputs=[x])` ask for gradients of inputs and
-leave the weights' own as they are. Autograd tells one from the other by the leaves that it comes to: every node has the
-anchor as an input, and only a backward that trains comes to the anchor's end.
+leave those of weights alone. Autograd tells the two apart by the leaves that a backward reaches: every node has the
+stage's anchor as an input, and only a backward that trains accumulates into the anchor's gradient.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ GRAPH_FREED = (
     "Trying to backward through the graph of a streamed module a second time: it went with the first backward, unless "
     "that had retain_graph=True."
 )
-"""What autograd says of a plain graph, which serves one backward."""
+"""The message of autograd for a graph whose backward has run."""
 
 
 def sever(result: Tensor, anchor: Tensor, module_name: str) -> Tensor:
-    """Return a module's result outside of the model's forward, such that a backward through it is refused.
+    """Return a result of a module that was called outside of the model's forward. A backward through it is refused.
 
     Args:
-        result: a tensor of the result.
-        anchor: a scalar that requires a gradient, so that a backward comes.
+        result: one tensor of the result.
+        anchor: a scalar that requires a gradient, so that autograd calls the backward.
         module_name: the name of the module in the model.
     """
-    # Autograd lets no integer require a gradient, so no backward can come by way of one.
+    # An integer tensor cannot require a gradient, so no backward can pass through one.
     if not result.is_floating_point():
         return result
     severed: Tensor = _Severed.apply(result, anchor, module_name)  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ def sever(result: Tensor, anchor: Tensor, module_name: str) -> Tensor:
 
 
 class _Severed(torch.autograd.Function):
-    """A tensor through which no gradient passes."""
+    """The identity, with a backward that raises."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, anchor: Tensor, module_name: str) -> Tensor:  # noqa: ANN401
@@ -56,23 +56,23 @@ class _Severed(torch.autograd.Function):
 
 
 class Purpose(NamedTuple):
-    """The purpose of a backward."""
+    """What a backward is for."""
 
     trains: bool
-    """Whether the gradients of weights are a part of the step; else those of inputs alone are wanted."""
+    """Whether it accumulates gradients of weights. Otherwise only gradients of inputs are asked for."""
     retains_graph: bool
-    """Whether another backward may come over the same graph."""
+    """Whether another backward may run over the same graph."""
 
 
 def begin_backward(stage: Stage, forward: int) -> Purpose:
-    """Say what a backward is for that has come to a node. Call it in the node's backward, first of all.
+    """Return what the running backward is for. A node calls this first in its backward.
 
     Args:
-        stage: what the nodes share.
-        forward: the number of the forward that the node is of.
+        stage: the state that all nodes share.
+        forward: the number of the forward in which the node ran.
 
     Raises:
-        StreamedModelError: it is one that a streamed model cannot have.
+        StreamedModelError: a streamed model does not support this kind of backward.
     """
     if torch.is_grad_enabled():
         raise StreamedModelError(
@@ -81,15 +81,15 @@ def begin_backward(stage: Stage, forward: int) -> Purpose:
             "on a plain model."
         )
 
-    # Autograd knows before it starts which nodes a backward will run. The anchor's end is among them only if the
-    # backward adds to the gradients of leaves, as `loss.backward()` does.
+    # Autograd knows beforehand which nodes a backward will run. The anchor's accumulation node is among them only if
+    # the backward accumulates into leaves, as `loss.backward()` does.
     gradients = stage.gradients
     if torch._C._will_engine_execute_node(stage.end):
         gradients.watch_backward(forward)
-        # A group has one backward that trains, so nothing has to stay for a second one.
+        # A group has one backward that trains, so its graph need not be retained.
         return Purpose(trains=True, retains_graph=False)
 
-    # Each layer of the model comes here, and the leg begins once: the number of the task tells backwards apart.
+    # Every layer calls this, but the leg begins only once. The id of the graph task tells backwards apart.
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
     task = torch._C._current_graph_task_id()
     if gradients.watch_inputs(forward, task, ends=not is_kept):

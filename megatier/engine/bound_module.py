@@ -1,7 +1,8 @@
 """Binds weights to a module of a unit while it runs.
 
-Its parameters lie on meta. For each forward views of the slot in which the unit's weights lie take their places, and
-then the parameters come back.
+A module's parameters lie on meta. For each forward, views of the slot that holds the unit's weights take their places,
+and afterwards the parameters come back. `node.Node` derives from `BoundModule` and adds where the weights come from.
+All of this runs on the thread that computes.
 """
 
 from __future__ import annotations
@@ -51,81 +52,81 @@ class BoundModule:
         tiled: Sequence[str] = (),
         experts: tuple[int, int] | None = None,
     ) -> None:
-        """Make the module's parameters unbound ones.
+        """Take the module over: its parameters become unbound ones.
 
         Args:
-            stage: what all nodes of the model share.
-            unit: the name of the unit that brings the weights.
+            stage: the state that all nodes of the model share.
+            unit: the name of the unit that holds the weights.
             module_name: the name of the module in the model.
             module: the module, whose parameters lie on meta.
             bindings: the places of the unit's weights in the module.
             activations: the policy between forward and backward.
-            lent: the places in the module in which a module around it puts copies of its own unit's weights.
+            lent: the places where an enclosing module puts copies of its own unit's weights.
             tiled: the modules that may run in tiles of tokens, by their names in the module; "" is the module itself.
-            experts: the range of the module's experts that the unit has; None: it has the whole module.
+            experts: the range of the module's experts in the unit; None: the unit holds the whole module.
         """
         self.stage = stage
-        """What all nodes of the model share."""
+        """The state that all nodes of the model share."""
         self.unit = unit
-        """The name of the unit that brings the weights."""
+        """The name of the unit that holds the weights."""
         self.module_name = module_name
         """The name of the module in the model, for messages."""
         self.module = module
-        """The module itself, whose `forward` on the instance is this node."""
+        """The module, whose `forward` on the instance is this node."""
         self.activations = activations
         """The policy between forward and backward."""
         self.bindings = bindings
         """For each place of a weight in the module, the dictionary, the key and the slice of the unit's layout."""
         self._places = [*bindings, *lent]
-        """The places in `bindings`, and then those of weights that are lent to the module."""
+        """The places in `bindings`, followed by those of weights that are lent to the module."""
         self.rows = Rows(module_name)
-        """Which arguments and results of the module have the batch in front."""
+        """Which arguments and results of the module have a batch dimension."""
         self.tiled = {name: self._tiled(name) for name in tiled}
         """The modules that may run in tiles of tokens, by their names in the module."""
         self._adapters = wrappers_in(module)
-        """PEFT's wrappers of those parameters that have an adapter of their own."""
-        # `run` adapts them before the forward: inside of it, PEFT would take a bound view out of its module.
+        """PEFT's wrappers of parameters that have an adapter of their own."""
+        # `run` applies these adapters before the forward. Inside it, PEFT would take a bound view out of its module.
         take_over(self._adapters)
         self._has_images = stage.tower_attention.serves(module)
         """Whether it computes attention over images of any sizes."""
         self._forward: Callable[..., Any] = module.forward
         self._compiled: Compiled[..., Any] | None = None
-        # An embedding only looks rows up, so compiling it gains nothing.
+        # An embedding is a lookup, so compiling it gains nothing.
         if self.compiles and stage.compilation is not None and not isinstance(module, nn.Embedding):
             self._compiled = stage.compilation(module.forward, type(module).__name__)
 
         self._forwards: Counter[bool] = Counter()
-        """The number of forwards with a gradient (True), and without."""
+        """The number of forwards with gradients (True) and without (False)."""
         self.is_new = True
-        """Whether this is one of the module's first forwards, which are looked at closely."""
+        """Whether this is one of the module's first forwards, which get additional checks."""
         self.is_written = False
-        """Whether a forward of the module has written a weight's own bits into it."""
+        """Whether a forward has written a weight in place, with the same bits."""
         self._keeps_views = False
-        """Whether a forward of the module has left a view of a weight in an attribute."""
-        # A tied weight may have several bindings in one module; it has one slice.
+        """Whether a forward has left a view of a weight in an attribute."""
+        # A tied weight may have several bindings in a module, but it has one slice.
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
         self._lent = {tensor.name: (parameters, leaf) for parameters, leaf, tensor in lent}
-        """For each weight that is lent to the module, by its name, a place in which it lies during a forward."""
+        """For each weight that is lent to the module, one of its places, by its name."""
         self.is_trained = {name: stage.gradients.is_trained(unit, name) for name in self._slices}
         """Whether each parameter is trained, by its name, in the order of `leaves`."""
         self.names = list(self._slices)
         """The names of the parameters, in the order of `leaves`."""
         self.trained = [name for name in self.names if self.is_trained[name]]
-        """The names of the parameters that are trained, in the order of `leaves`. If there are none, a backward has
-        gradients of inputs alone."""
+        """The names of the trained parameters, in the order of `leaves`. If there are none, a backward only has
+        gradients of inputs."""
         self.dtype = stage.dtypes[unit]
         """The dtype of the compute copy of its weights."""
         self.carriers = frozenset(tensor.name for tensor in self._slices.values() if tensor.stands_for != 1)
-        """Names of the parameters whose elements carry the codes and scales of a quantised matrix."""
+        """The names of the parameters whose elements carry codes and scales of a quantised matrix."""
         self._leaves: dict[int, list[Tensor]] = {}
-        """Views of the weights, by the address of the slot that they lie in."""
+        """Views of the weights, by the address of the slot."""
         self.held = self._unbound()
-        """The tensors that lie in the module now, one for each binding: its unbound parameters, or weights."""
+        """The tensors in the module's places now, one for each binding: its unbound parameters, or weights."""
         self.stays_bound = False
-        """Whether these are weights that stay there for a whole forward (`resident_modules`)."""
+        """Whether these are weights that stay for a whole forward (`resident_modules`)."""
         self.experts = experts
         """The range of the module's experts that the unit has; None: it has the whole module."""
-        # Last, since a call of the module needs all of the above from now on.
+        # Last, since from now on a call of the module needs all of the above.
         self._install()
 
     def _install(self) -> None:
@@ -133,19 +134,19 @@ class BoundModule:
 
     # HOP 3/6: GPU slot -> weights: views, no copy
     def leaves(self, weights: Tensor) -> list[Tensor]:
-        """Return views of the unit's parameters in a slot: an autograd leaf for each tensor, cached by address.
+        """Return an autograd leaf for each of the unit's parameters: views of a slot, cached by its address.
 
         Frozen parameters require no gradient.
 
         Args:
-            weights: uint8 [block]: the slot, the home or the other memory in which the unit's weights lie on the GPU.
+            weights: uint8 [block], the GPU memory in which the unit's weights lie.
         """
-        # Slots are pieces of one arena that lives as long as the run, so an address never comes to mean other memory.
-        # Code that gives other memory away calls `forget_leaves`.
+        # Slots are parts of one arena that lives as long as the run, so an address keeps its meaning. Code that gives
+        # other memory away calls `forget_leaves`.
         key = weights.data_ptr()
         if key not in self._leaves:
-            # `.data`, for a version counter of its own: all slots of an arena share one, and a load into a neighbour
-            # must not look like a change of weights that autograd has saved. Nor must one weight look like another.
+            # `.data` gives each view a version counter of its own. All slots of the arena share one, and a load into a
+            # neighbouring slot must not look like a change of saved weights. Nor may one weight look like another.
             plane = weights.data.view(self.dtype)
             name = self.module_name
             self._leaves[key] = [
@@ -156,21 +157,21 @@ class BoundModule:
         return self._leaves[key]
 
     def forget_leaves(self) -> None:
-        """Drop the views that `leaves` made."""
+        """Drop the cached views."""
         self._leaves.clear()
 
     def run(self, weights: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Run the module's own forward with these weights bound.
 
         Args:
-            weights: its own, in the order of `leaves`, and then those that are lent to it.
+            weights: the module's own weights in the order of `leaves`, then those that are lent to it.
             args: the arguments of the forward.
-            kwargs: its named arguments.
+            kwargs: the keyword arguments.
 
         Raises:
-            UnsupportedModelError: it changes one of the weights.
+            UnsupportedModelError: the forward changes one of the weights.
         """
-        # The host cannot read a sum while a CUDA graph is captured.
+        # The host cannot read a checksum while a CUDA graph is captured.
         is_captured = self.stage.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         by_bits = (self.is_new or self.is_written) and not is_captured
         unchanged = Unchanged([*self._slices, *self._lent], weights, by_bits=by_bits)
@@ -181,7 +182,8 @@ class BoundModule:
             kwargs = longest_as_tensor(kwargs)
 
         with images, self._bound(weights), self.stage.arithmetic(), adapted(self._adapters), running(self.tiled):
-            # Evaluation runs uncompiled: the training graph alone is compiled, so no second one has to agree with it.
+            # Evaluation runs uncompiled, so only the training graph is compiled, and no second graph has to agree with
+            # it.
             forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
             try:
                 result = forward(*args, **kwargs)
@@ -195,17 +197,17 @@ class BoundModule:
 
         self.is_written = unchanged.check(self.module_name) or self.is_written
 
-        # The slot is soon another unit's, and nobody knows who reads an attribute then.
+        # Another unit will use the slot, and any code may read the attribute later.
         if self.is_new or self._keeps_views:
             self._keeps_views = copy_attributes(self.module, weights) or self._keeps_views
         return result
 
     def resumed(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the backward of a graph of the module: all but its weights is as in the forward."""
+        """Return a context for the backward of the module's graph, where all but the weights is as in the forward."""
         return running(self.tiled)
 
     def _tiled(self, name: str) -> TiledModule:
-        """Let a module in the module run in tiles of tokens, once that was tried."""
+        """Wrap a submodule so that it may run in tiles of tokens, once a trial has shown that it can."""
         stage = self.stage
         path = f"{self.module_name}.{name}".rstrip(".")
         return TiledModule(
@@ -218,7 +220,7 @@ class BoundModule:
         )
 
     def _unbound(self) -> list[Tensor]:
-        """Make the module's parameters unbound ones, and return them, one for each binding."""
+        """Make the module's parameters unbound, and return them, one for each binding."""
         found: list[Tensor] = []
         for parameters, leaf, tensor in self.bindings:
             parameter = parameters[leaf]
@@ -230,19 +232,19 @@ class BoundModule:
 
     @contextlib.contextmanager
     def _bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Make these tensors the module's parameters for a while."""
+        """Make these tensors the module's parameters inside."""
         by_name = dict(zip((*self._slices, *self._lent), weights, strict=True))
         inside = [by_name[tensor.name] for _, _, tensor in self._places]
 
-        # Looked at before and after: if somebody put another parameter here, it would be lost when ours take its place.
+        # Checked before and after: a parameter that somebody else has put here would be lost.
         self._check_held(self.held)
         held = self.held
         owners = [owner for owner, _, _ in self._places]
         leaves = [leaf for _, leaf, _ in self._places]
         before = [owner[leaf] for owner, leaf in zip(owners, leaves, strict=True)]
 
-        # Both functions are made before either is called: nothing may fail between binding weights and putting
-        # parameters back.
+        # Both functions are made before either is called, since nothing may fail between binding weights and restoring
+        # parameters.
         bind = assignment(owners, leaves, inside)
         unbind = assignment(owners, leaves, before)
         try:
@@ -255,13 +257,13 @@ class BoundModule:
             unbind()
 
     def _check_held(self, tensors: Sequence[Tensor]) -> None:
-        """Check that nobody has put another parameter in the place of one.
+        """Check that the module still has the parameters that were put there.
 
         Args:
-            tensors: what the places hold, from the first one on. Nobody knows what those of lent weights hold outside.
+            tensors: the expected contents of the first places. Nothing is known of those of lent weights.
 
         Raises:
-            UnsupportedModelError: somebody has.
+            UnsupportedModelError: a parameter was replaced.
         """
         places = self._places[: len(tensors)]
         for place, held in zip(places, tensors, strict=True):
@@ -270,19 +272,19 @@ class BoundModule:
                 raise changed_weight_error(self.module_name, tensor.name)
 
     def check_finite(self, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
-        """Refuse a weight or an output that is not finite. The host waits for the device at each of them.
+        """Check that weights and outputs are finite. The host waits for the device at each of them.
 
         Args:
-            weights: those of the module, in the order of `names`, and then others that it was lent.
-            outputs: what it made of them.
+            weights: the module's weights in the order of `names`, then those that are lent to it.
+            outputs: the outputs of the module.
 
         Raises:
-            NonFiniteError: one of them is not. It names the module.
+            NonFiniteError: one of them is not finite. The message names the module.
         """
         num_own = len(self.names)
         numbers = list(weights[num_own:])
         for name, weight in zip(self.names, weights[:num_own], strict=True):
-            # The bits of a carrier are codes and scales of a quantised matrix, which may read as NaN.
+            # A carrier's bits are codes and scales of a quantised matrix, which may read as NaN.
             if name not in self.carriers:
                 numbers.append(weight)
 
@@ -292,23 +294,23 @@ class BoundModule:
 
     @property
     def can_stay_bound(self) -> bool:
-        """Whether weights that stay where they are may be bound for a whole forward: no call needs more than they."""
+        """Whether resident weights may be bound for a whole forward: no single call needs special treatment."""
         is_known = self._forwards[False] >= FORWARDS_CHECKED
         return is_known and not (self.is_written or self._keeps_views or self._adapters)
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether the forward's graph stays for the backward, rather than being made again there."""
-        # A compiled forward that saves its inputs alone computes again by itself, inside its own backward.
+        """Whether the forward's graph is kept for the backward, instead of being recomputed there."""
+        # A compiled forward that saves only its inputs recomputes by itself, inside its own backward.
         lean = self._compiled is not None and self._compiled.saves_inputs_alone
 
-        # Adapted parameters would stay as well, and are as large as the weights.
+        # A kept graph would hold adapted parameters, which are as large as the weights.
         return (lean or self.activations.keeps_graph) and not self._adapters
 
     @property
     def keeps_attention(self) -> bool:
-        """Whether what attention gave stays for a forward that is made again."""
-        # A compiled forward runs whole, or saves attention by itself.
+        """Whether attention's results are kept for a recomputed forward."""
+        # A compiled forward recomputes as a whole, or saves attention by itself.
         return self.stage.keeps_attention and self.is_plain
 
     @property
@@ -325,7 +327,7 @@ def _is_finite(tensor: Tensor | None) -> bool:
 
 
 def assignment(owners: Sequence[Any], leaves: Sequence[str], tensors: Sequence[Any]) -> Callable[[], object]:
-    """Return a call that puts each tensor into its owner's dictionary, and that no interrupt can come into."""
-    # One call past Python's interpreter, which looks for interrupts after a call: one that came between two parameters,
-    # or before they are put back, would leave a slot's bytes in the module for good.
+    """Return a call that puts each tensor into its owner's dictionary, and that no interrupt can cut in two."""
+    # One call in C. The interpreter looks for interrupts between calls, and one that came between two parameters, or
+    # before they are put back, would leave a slot's bytes in the module for good.
     return functools.partial(deque, map(setitem, owners, leaves, tensors), 0)

@@ -1,8 +1,9 @@
-"""Runs one use of one unit in one group, cut into slices.
+"""Runs one call of a module in one group, cut into slices of the batch.
 
-The arguments of the module are a flat list. Those that require a gradient are held apart, since autograd passes them
-on. Hugging Face collects some outputs by hooks (router logits): a slice collects its own, and the call hands them on.
-Whatever the module writes into containers among its arguments is an output too.
+The arguments of the module are flattened. Those that require a gradient are kept apart, since autograd passes them to
+the node. Outputs that Hugging Face collects by hooks, such as router logits, are collected for each slice and handed
+on. Whatever the module writes into containers among its arguments is an output too. `Node` makes a `Call`, and
+`UnitFunction` runs it when a backward will follow.
 """
 
 from __future__ import annotations
@@ -27,37 +28,36 @@ from megatier.tier import Phase
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """One use of a node in one group."""
+    """One call of a node in one group."""
 
     node: BoundModule
-    """The node that is used."""
+    """The node that is called."""
     arguments: Arguments
-    """All that the module was called with, taken apart."""
+    """The module's arguments, taken apart."""
     flat: list[Any]
-    """The leaves of the arguments, in order, and then the weights that are lent to the module."""
+    """The leaves of the arguments in order, then the weights that are lent to the module."""
     differentiable: list[int]
-    """The positions of the inputs that require a gradient. Their places in `flat` are empty in a training call."""
+    """The positions of the inputs that require a gradient. In a training call their entries of `flat` are empty."""
     collected: tuple[str, ...]
-    """The keys under which Hugging Face collects by hooks in this pass (router logits). A recompute must collect them
-    again."""
+    """The keys under which Hugging Face's hooks collect outputs in this pass. A recomputation collects them again."""
     captured: list[tuple[str, int]] = field(default_factory=list)
-    """The outputs that were collected so, as a key and their number."""
+    """The outputs that hooks collected: each key with their number."""
     outgoing: TreeSpec | None = None
-    """How the module's result is nested."""
+    """The structure of the module's result."""
     written: Written | None = None
     """What the last slice wrote into containers."""
 
     @property
     def num_slices(self) -> int:
-        """The number of slices of this call: 1 if no argument is batched, as for position embeddings."""
+        """The number of slices of this call: 1 if no argument has a batch dimension, as for position embeddings."""
         count = self.node.stage.slices
         batched = self.node.rows.batched
         assert count == 1 or batched is not None, "slices are learnt before training"
         return count if batched is None or any(batched) else 1
 
     def cut(self, inputs: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Any]]]:
-        """Yield, for each slice, the differentiable inputs as leaves with a gradient, and all flat arguments."""
-        # Leaves, so that the graph of each slice ends here and its gradients can be handed on one by one.
+        """Yield the differentiable inputs of each slice as autograd leaves, and all its flat arguments."""
+        # As leaves, the graph of each slice ends here, and its gradients can be handed on one by one.
         for index in range(self.num_slices):
             leaves = [
                 note_owner(self._rows_of_slice(tensor, i, index).detach().requires_grad_(), self.node.module_name)
@@ -69,10 +69,10 @@ class Call:
             yield leaves, flat
 
     def _rows_of_slice(self, value: Any, position: int, index: int) -> Any:  # noqa: ANN401
-        """Return the rows of an argument that belong to one slice. One that is not batched belongs to all, whole.
+        """Return the rows of an argument for one slice. An argument without a batch dimension belongs to all slices.
 
         Raises:
-            ConfigError: nobody knows how to cut it, or the slices do not divide its rows.
+            ConfigError: it is not known how to cut the argument, or the slices do not divide its rows.
         """
         count = self.num_slices
         if count == 1 or not torch.is_tensor(value) or not value.dim():
@@ -92,9 +92,8 @@ class Call:
         return value[index * rows : (index + 1) * rows]
 
     def take_inputs(self) -> list[Any]:
-        """Take out the inputs that require a gradient, in order."""
-        # The call lives until the backward. An input that it or its arguments held would live as long, though a policy
-        # drops it.
+        """Remove the inputs that require a gradient, and return them in order."""
+        # The call lives until the backward, so it must not hold an input that the activation policy drops.
         inputs = [self.flat[i] for i in self.differentiable]
         for i in self.differentiable:
             self.flat[i] = None
@@ -103,25 +102,25 @@ class Call:
         return inputs
 
     def is_lent(self, position: int) -> bool:
-        """Return whether a flat input is a weight that is lent to the module, and no argument."""
+        """Return whether a flat input is a weight that is lent to the module, rather than an argument."""
         return position >= len(self.arguments.leaves)
 
     def is_cut(self, position: int) -> bool | None:
-        """Return whether a flat input is cut into slices; None: nobody knows."""
+        """Return whether a flat input is cut into slices; None: that is not known."""
         return False if self.is_lent(position) else self.node.rows.are_cut(position)
 
     def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor | None]:
-        """Run the module on one slice; returns its outputs, what was captured, and what it wrote into containers.
+        """Run the module on one slice. Return its outputs, what hooks captured, and what it wrote into containers.
 
         Args:
             leaves: views of the unit's weights.
-            flat: the flat inputs of the slice.
+            flat: all flat inputs of the slice.
 
         Raises:
-            NonFiniteError: a weight or an output is not finite, and the stage looks for that.
+            NonFiniteError: a weight or an output is not finite, if the stage checks that.
             UnsupportedModelError: the slices of a batch write to different places.
         """
-        # The forward writes into copies of the containers, so that a recompute finds them as the first run did.
+        # The forward writes into copies of the containers, so that a recomputation finds them as the first run did.
         count = len(self.arguments.leaves)
         copy = self.arguments.copy(flat[:count])
         weights = [*leaves, *flat[count:]]
@@ -141,9 +140,9 @@ class Call:
         return outputs
 
     def _run(self, weights: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
-        """Run the module; returns its outputs and what was captured."""
-        # Hugging Face's hooks would append to its own collector, once more in each slice and in each recompute. And a
-        # tensor from inside the node has a graph that ends there: it has to be an output of the node.
+        """Run the module. Return its outputs and what hooks captured."""
+        # Hugging Face's hooks would append to its own collector again in each slice and each recomputation. Also, the
+        # graph of a tensor from inside the node ends there, so it has to be an output of the node.
         with capturing(self.collected) as caught:
             output = self.node.run(weights, args, kwargs)
 
@@ -159,7 +158,7 @@ class Call:
         return outputs + [tensor for values in caught.values() for tensor in values]
 
     def evaluate(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the module as Hugging Face does: once, whole, and on the very containers that it was given."""
+        """Run the module once, on the whole batch and on the very containers that it was given."""
         with self._weights() as leaves:
             weights = [*leaves, *self.flat[len(self.arguments.leaves) :]]
             results = copied_out(self._run(weights, args, kwargs), weights)
@@ -172,7 +171,8 @@ class Call:
         """Run the module without a backward.
 
         Args:
-            is_cut: slice by slice, as in training. Else whole, to learn which arguments are batched.
+            is_cut: whether to run slice by slice, as in training. Otherwise the whole batch runs, to learn what is
+                batched.
         """
         node = self.node
         slices = [self.flat]
@@ -181,14 +181,14 @@ class Call:
         with self._weights() as leaves:
             results = concatenate([self.run(leaves, flat) for flat in slices])
 
-        # Nothing that it was given requires a gradient. So if a result does, a tensor came by another way.
+        # No argument requires a gradient. So if a result does, a tensor came in another way.
         if any(x is not None and x.requires_grad for x in results):
             check_inside(node.module_name, results, (), node.stage.model)
         return self.unpack(results)
 
     @contextlib.contextmanager
     def _weights(self) -> Iterator[list[Tensor]]:
-        """Hold the unit's weights for a forward without a backward."""
+        """Hold the unit's weights during a forward without a backward."""
         stage = self.node.stage
         use = stage.source.enter(self.node.unit, Phase.FORWARD, stage.gradients.group)
 
@@ -198,10 +198,10 @@ class Call:
             use.leave()
 
     def unpack(self, results: list[Tensor | None]) -> Any:  # noqa: ANN401
-        """Return the module's result; the other outputs go to Hugging Face's collector and into the containers.
+        """Return the module's result. The other outputs go to Hugging Face's collector and into the containers.
 
         Args:
-            results: what the module returns, what was captured, and what it wrote into containers, in this order.
+            results: the module's outputs, what hooks captured, and what was written into containers, in this order.
         """
         assert self.outgoing is not None, "a call is unpacked when it has run"
         # In the order in which `run` gives them.
@@ -214,7 +214,7 @@ class Call:
                 outer[key].extend(captured)
         tensors = list(rest)
 
-        # Taken out: the call lives until the backward, where a recompute notes again what it writes.
+        # Removed, since the call lives until the backward, where a recomputation notes its writes again.
         written = self.written
         self.written = None
         is_learning = self.node.stage.is_learning
@@ -230,8 +230,8 @@ class Call:
 
 
 def concatenate(slices: list[list[Any]]) -> list[Any]:
-    """Lay the outputs of slices end to end along the batch."""
-    # The common case, without a copy of every output.
+    """Concatenate the outputs of slices along the batch dimension."""
+    # One slice is the common case, and needs no copy.
     if len(slices) == 1:
         return slices[0]
 

@@ -1,4 +1,4 @@
-"""Keeps what Hugging Face's hooks capture in a forward, past the results of modules, such as router logits."""
+"""Handles what Hugging Face's hooks capture in a forward besides the results of modules, such as router logits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignore
 
 
 def requested_keys() -> list[str]:
-    """Return the keys under which these hooks capture in this pass."""
+    """Return the keys under which the hooks capture in this pass."""
     return [key for key, value in (collector.get() or {}).items() if isinstance(value, list)]
 
 
 @contextlib.contextmanager
 def capturing(keys: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """Let the hooks capture into a dictionary of our own for a while, which is yielded, under these keys."""
+    """Yield a dictionary of our own, into which the hooks capture under these keys inside."""
     caught: dict[str, list[Tensor]] = {key: [] for key in keys}
     token = collector.set(caught)
     try:
@@ -34,12 +34,12 @@ def capturing(keys: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
 
 @contextlib.contextmanager
 def refusing_captures(module_name: str) -> Iterator[None]:
-    """Refuse hooks that take tensors out of a module while it runs on some tokens, or once more for its backward.
+    """Refuse hooks that take tensors out of a module while it runs in tiles, or is recomputed for its backward.
 
     Raises:
-        UnsupportedModelError: Hugging Face's hooks have taken some.
+        UnsupportedModelError: a hook has captured a tensor.
     """
-    # Most passes ask for nothing, and there are many tiles.
+    # Most passes capture nothing, and there are many tiles.
     if not (requested := requested_keys()):
         yield
         return

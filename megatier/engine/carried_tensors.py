@@ -1,15 +1,15 @@
-"""Finds tensors that units hand on in containers, such as a mapping that one layer fills and another reads.
+"""Finds tensors that layers pass on in containers, such as a dictionary that one layer fills and another reads.
 
-Gemma 3n and 4 hand keys and values on in a dictionary that every layer takes as an argument. Autograd sees only what a
-node takes and returns, so a call is taken apart: every tensor that can be reached from its arguments through mappings,
-sequences and attributes of objects is an input of the node. The forward runs on copies of these containers, also when
-it is run again, so that each run writes into copies of its own. What it wrote is an output of the node, and only that
-is written into the containers outside.
+Gemma 3n and 4 pass keys and values on in a dictionary that is an argument of every layer. Autograd sees only what a
+node takes and returns. So the arguments of a call are taken apart: every tensor that can be reached through mappings,
+sequences and attributes of objects becomes an input of the node. The forward runs on copies of these containers, also
+when it is recomputed. What it wrote into its copies is an output of the node, and only that is written into the
+containers outside.
 
-Modules, configs, callables and what torch makes (block masks) are handed on as they are.
+Modules, configs, callables and torch's own objects (block masks) are passed on as they are.
 
-A value that was taken apart is a form: a tree of leaves, containers and tuples, which refer to each other by number. So
-the same container under two names, or one that holds itself, is put together again as it was.
+A value that was taken apart is a `_Form`: a tree of leaves, containers and tuples that refer to each other by number.
+So a container that appears twice, or holds itself, is rebuilt as it was. `Call` uses all of this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatier.guards.crossing import TORCH_ATTRIBUTES
 
 
 class _Kind(Enum):
-    """Of what a form is a reference."""
+    """What a form refers to."""
 
     LEAF = "a value that is no container"
     GIVEN = "a leaf that the call was given, in the form of what a forward wrote"
@@ -39,7 +39,7 @@ class _Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Ref:
-    """A value, by its number among those of its kind."""
+    """A reference to a value, by its number among those of its kind."""
 
     kind: _Kind
     index: int
@@ -47,7 +47,7 @@ class _Ref:
 
 @dataclass(frozen=True, slots=True)
 class _Tuple:
-    """A tuple, or whatever else torch can take apart and nobody can write into."""
+    """A tuple, or any other immutable pytree node."""
 
     spec: TreeSpec
     children: tuple[_Form, ...]
@@ -58,13 +58,13 @@ _Form = _Ref | _Tuple
 
 @dataclass(frozen=True, slots=True)
 class _Container:
-    """The recipe for a copy of a container. It does not hold the container itself, which holds the node's outputs."""
+    """How to copy a container. The container itself is not kept, since it will hold the node's outputs."""
 
     kind: type
     maxlen: int | None
     """The bound of a deque."""
     path: str
-    """The way to the container from the arguments, for messages."""
+    """The path to the container from the arguments, for messages."""
     contents: dict[ContainerKey, _Form]
 
 
@@ -73,25 +73,26 @@ class _Walk:
     """Takes values apart into leaves and containers."""
 
     leaves: list[Any] = field(default_factory=list)
-    """All values that are no container, in the order in which they were found."""
+    """All values that are not containers, in the order in which they were found."""
     containers: list[_Container] = field(default_factory=list)
     """All containers, in the order in which they were found."""
     originals: list[Any] = field(default_factory=list)
     """The containers themselves, in the same order."""
     known: dict[int, _Form] = field(default_factory=dict)
-    """The form of each value that has been seen, by its id; of tensors only if a container holds them."""
+    """The form of each value seen so far, by its id. Tensors are included only if a container holds them."""
     inside: list[int] = field(default_factory=list)
     """The leaves that lie in a container."""
 
     def take(self, value: Any, path: str, *, is_inside: bool) -> _Form:  # noqa: ANN401 - whatever a module takes
-        """Take a value apart; returns its form."""
+        """Take a value apart and return its form."""
         if (known := self.known.get(id(value))) is not None:
             return known
 
         if not (torch.is_tensor(value) or isinstance(value, LEAF_TYPES)):
             if is_container(type(value)):
                 return self._take_container(value, path)
-            # One level deep. torch's function is a circle of references, which would keep the value until a collection.
+            # One level deep. torch's function leaves a reference cycle, which would keep the value until garbage
+            # collection.
             outer = [value]
             children, spec = tree_flatten(value, is_leaf=lambda x: x is not outer[0])
             outer[0] = None
@@ -99,7 +100,7 @@ class _Walk:
                 forms = (self.take(x, f"{path}[{n}]", is_inside=is_inside) for n, x in enumerate(children))
                 return _Tuple(spec, tuple(forms))
 
-        # A tensor that is an argument by itself may come twice: then it is two inputs, as for any module.
+        # A tensor that is itself an argument may come twice. Then it is two inputs, as for any module.
         form = _Ref(_Kind.LEAF, len(self.leaves))
         self.leaves.append(value)
         if is_inside:
@@ -116,7 +117,7 @@ class _Walk:
         maxlen = value.maxlen if isinstance(value, deque) else None
         recipe = _Container(type(value), maxlen, path, contents)
 
-        # Known before its contents are looked at, since it may hold itself.
+        # Registered before its contents are visited, since it may hold itself.
         self.known[id(value)] = form
         self.containers.append(recipe)
         self.originals.append(value)
@@ -130,45 +131,45 @@ class _Walk:
 
 
 class Arguments:
-    """The arguments of a call of a module, taken apart."""
+    """The arguments of a call, taken apart into leaves and containers."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Take the arguments apart, with the containers as they are now."""
+        """Take the arguments apart, with their containers as they are now."""
         walk = _Walk()
         self.args = [walk.take(x, f"argument {n}", is_inside=False) for n, x in enumerate(args)]
         self.kwargs = {name: walk.take(x, name, is_inside=False) for name, x in kwargs.items()}
-        """The forms of the arguments, and of the named ones."""
+        """The forms of the positional arguments and of the keyword arguments."""
         self.leaves: list[Any] = walk.leaves
-        """The tensors, and whatever else is no container, in order."""
+        """The tensors and other values that are not containers, in order."""
         self.carried = frozenset(walk.inside)
         """The positions of those leaves that lie in containers."""
         self.containers = walk.containers
         """The containers in these forms."""
         self._outside: tuple[list[Any], list[Any]] | None = (walk.originals, list(walk.leaves))
-        """The containers and the leaves that the module was given, until they are written to."""
+        """The caller's containers and leaves, until they are written to."""
 
     def copy(self, leaves: Sequence[Any]) -> ContainerCopy:
-        """Make the arguments anew from these leaves, with containers of their own."""
+        """Rebuild the arguments from these leaves, with new containers."""
         return ContainerCopy(self, leaves)
 
     def copy_written(self, memory: Sequence[Tensor]) -> None:
-        """Put copies in place of what a forward wrote into the very containers that lies in memory which leaves."""
+        """Replace views of memory that will be reused, written into the caller's containers, by copies."""
         assert self._outside is not None, "a call writes once"
         if originals := self._outside[0]:
             copy_inside(originals, memory)
 
     def write(self, written: Written, tensors: Sequence[Tensor | None]) -> None:
-        """Write what a forward wrote into the containers that the module was given. A call does this once, at its end.
+        """Write what a forward wrote into the caller's containers. A call does this once, at its end.
 
         Args:
             written: what the forward wrote.
-            tensors: the tensors to write in place of those that it wrote, in order.
+            tensors: the tensors to write instead of the forward's own, in order.
         """
         assert self._outside is not None, "a call writes once"
         originals, given = self._outside
 
-        # Let go of them: from now on they hold the node's outputs, which hold the node's call. That circle would never
-        # be freed.
+        # Dropped, since from now on the containers hold the node's outputs, which hold the call. That reference cycle
+        # would never be freed.
         self._outside = None
         new = _empty_ones(written.new)
         leaves = written.leaves_with(tensors)
@@ -187,11 +188,11 @@ class Written:
     """The changes that a forward made to its copies of the containers."""
 
     changed: dict[int, dict[ContainerKey, _Form]]
-    """The present contents of each container that was given and changed, by its number."""
+    """The new contents of each given container that changed, by its number."""
     new: list[_Container]
     """The containers that were made in the forward."""
     leaves: list[Any]
-    """The leaves that were written; None in place of tensors, which would be held until the backward."""
+    """The leaves that were written. Tensors are None here, or they would be held until the backward."""
     places: list[tuple[int, str]]
     """For each tensor that was written, its position in `leaves` and the path of its container."""
 
@@ -200,14 +201,14 @@ class Written:
         return self._shape() == other._shape()
 
     def _shape(self) -> tuple[object, ...]:
-        """Return the part that is equal for all slices of a batch: all of it but values and paths."""
+        """Return what must be equal for all slices of a batch: everything except values and paths."""
         kinds = [recipe.kind for recipe in self.new]
         contents = [recipe.contents for recipe in self.new]
         positions = [position for position, _ in self.places]
         return self.changed, kinds, contents, positions
 
     def leaves_with(self, tensors: Sequence[Tensor | None]) -> list[Any]:
-        """Return the leaves that were written, with these tensors in place of the forward's own."""
+        """Return the leaves that were written, with these tensors instead of the forward's own."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             position, _ = place
@@ -216,14 +217,14 @@ class Written:
 
 
 class ContainerCopy:
-    """Copies of the containers of a call, and its arguments with them, for one run of a forward."""
+    """A call's arguments with copies of its containers, for one run of the forward."""
 
     def __init__(self, arguments: Arguments, leaves: Sequence[Any]) -> None:
-        """Put the arguments together, with these leaves."""
+        """Rebuild the arguments from these leaves."""
         self._containers = arguments.containers
         self._leaves = leaves
 
-        # All of them are there before any is filled, since they may hold each other.
+        # All copies are made before any is filled, since they may hold each other.
         self._held = _empty_ones(self._containers)
         maker = _Maker(leaves, self._held)
         self._before = [maker.contents(recipe.contents) for recipe in self._containers]
@@ -237,7 +238,7 @@ class ContainerCopy:
         self._versions: dict[int, int] = {}
         """The version of each carried tensor, by its position."""
         self._required: set[int] = set()
-        """The positions of tensors that require a gradient before the forward."""
+        """The positions of tensors that required a gradient before the forward."""
         for position, tensor in self._tensors():
             if position in arguments.carried:
                 self._versions[position] = tensor._version
@@ -245,14 +246,14 @@ class ContainerCopy:
                 self._required.add(position)
 
     def written(self, module_name: str) -> tuple[Written, list[Tensor]]:
-        """Compare the containers with what they were; returns what the forward wrote, and the tensors in it.
+        """Compare the containers with their contents before the forward. Return what it wrote, and the tensors in it.
 
         Raises:
-            UnsupportedModelError: it changed a tensor in place that others hold too.
+            UnsupportedModelError: the forward changed a shared tensor in place.
         """
         self._check_in_place(module_name)
 
-        # Containers and tensors that the call was given are known: what was written refers to them by number.
+        # The call's own containers and tensors are known already, so forms refer to them by number.
         walk = _Walk(containers=list(self._containers))
         for index, held in enumerate(self._held):
             walk.known[id(held)] = _Ref(_Kind.CONTAINER, index)
@@ -288,10 +289,10 @@ class ContainerCopy:
         """Refuse a forward that changed a carried tensor in place.
 
         Raises:
-            UnsupportedModelError: it did.
+            UnsupportedModelError: a tensor was changed.
         """
-        # A version counts changes that torch knows of. If a tensor that required no gradient requires one now, then
-        # something that does was written into it.
+        # The version counter shows in-place changes that torch knows of. A tensor that newly requires a gradient shows
+        # that something differentiable was written into it.
         changed = [i for i, version in self._versions.items() if self._leaves[i]._version != version]
         drawn_in = [i for i, x in self._tensors() if x.requires_grad and i not in self._required]
 
@@ -304,15 +305,15 @@ class ContainerCopy:
             )
 
     def _tensors(self) -> Iterator[tuple[int, Tensor]]:
-        """Return the tensors among the leaves, with their positions. Those of inference mode have no version."""
+        """Return the tensors among the leaves with their positions, except inference tensors, which have no version."""
         return ((i, x) for i, x in enumerate(self._leaves) if torch.is_tensor(x) and not x.is_inference())
 
 
 def copy_inside(values: Sequence[Any], memory: Sequence[Tensor]) -> bool:
-    """Put copies in place of those tensors, in containers among values, that lie in memory which leaves.
+    """Replace tensors inside containers that lie in memory which will be reused by copies.
 
     Args:
-        values: containers, and whatever else.
+        values: containers and other values.
         memory: tensors in that memory.
 
     Returns:
@@ -336,8 +337,8 @@ def copy_inside(values: Sequence[Any], memory: Sequence[Tensor]) -> bool:
 
 
 def _holds_the_same(before: Mapping[ContainerKey, Any], after: Mapping[ContainerKey, Any]) -> bool:
-    """Return whether a container has the very same values in the same places, in the same order."""
-    # By identity: comparing tensors by value would take the device, and a class may define equality as it likes.
+    """Return whether a container holds the same objects in the same places and order."""
+    # By identity, since comparing tensors by value would need the device, and a class may define equality as it likes.
     return list(before) == list(after) and all(before[place] is after[place] for place in before)
 
 
@@ -347,10 +348,10 @@ def _empty_ones(recipes: Sequence[_Container]) -> list[Any]:
 
 
 def copy_attributes(module: nn.Module, memory: Sequence[Tensor]) -> bool:
-    """Put copies in place of those tensors in attributes and buffers of a module that lie in memory which leaves.
+    """Replace tensors in a module's attributes and buffers that lie in memory which will be reused by copies.
 
     Args:
-        module: the module, with all that is in it.
+        module: the module, with its submodules.
         memory: tensors in that memory.
 
     Returns:
@@ -358,7 +359,7 @@ def copy_attributes(module: nn.Module, memory: Sequence[Tensor]) -> bool:
     """
     has_copied = False
     for submodule in module.modules():
-        # What torch keeps there (parameters, hooks, submodules) is bound and taken back elsewhere.
+        # torch's own attributes (parameters, hooks, submodules) are handled elsewhere.
         attributes = {
             name: value
             for name, value in vars(submodule).items()
@@ -371,26 +372,26 @@ def copy_attributes(module: nn.Module, memory: Sequence[Tensor]) -> bool:
 
 
 def copied_out(values: Sequence[Any], memory: Sequence[Tensor]) -> list[Any]:
-    """Return values with copies of those tensors among them that lie in the same memory as others.
+    """Return the values, with copies of those tensors that share storage with the given memory.
 
-    A copy has the gradient of what it is a copy of.
+    A copy is differentiable, like `clone`.
     """
-    # By storage and not by address: all slots are pieces of one arena, in which nothing but weights lies that a module
-    # could give.
+    # By storage rather than address. All slots are parts of one arena, and a module can return nothing from it but
+    # weights.
     addresses = {_address(tensor) for tensor in memory} - {0}
     return [x.clone() if torch.is_tensor(x) and _address(x) in addresses else x for x in values]
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the storage of a tensor begins; 0 if it has none."""
+    """Return the address of a tensor's storage; 0 if it has none."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
 
 
 class _Maker:
-    """Puts values together from their forms."""
+    """Rebuilds values from their forms."""
 
     def __init__(self, leaves: Sequence[Any], containers: Sequence[Any], given: Sequence[Any] = ()) -> None:
-        """Take the values of each kind; those of leaves that a call was given are in what a forward wrote alone."""
+        """Take the values of each kind. Only the form of what a forward wrote refers to given leaves."""
         self._values = {_Kind.LEAF: leaves, _Kind.CONTAINER: containers, _Kind.GIVEN: given}
 
     def value(self, form: _Form) -> Any:  # noqa: ANN401

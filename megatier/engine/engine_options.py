@@ -1,4 +1,4 @@
-"""Says how a model computes, as far as it can be chosen."""
+"""Defines the options of a model's forward and backward, which `session` takes from the config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EngineOptions:
     """Numeric choices and policies."""
 
     dtype: torch.dtype
-    """Dtype in which the model is loaded; its buffers follow it. The weights of a unit have that of their schema."""
+    """Dtype in which the model is loaded, which its buffers follow. A unit's weights have the dtype of their schema."""
     device: torch.device
     """The device on which units compute."""
     activations: Mapping[str, Activations]
@@ -26,25 +26,25 @@ class EngineOptions:
     slices: int = 1
     """Slices that a group is cut into."""
     fused_loss: bool = True
-    """Take head and loss as one node, if the model allows it."""
+    """Compute head and loss as one node, if the model allows it."""
     loss_chunk: int = 1024
-    """Tokens whose logits the fused loss makes at once."""
+    """Tokens whose logits the fused loss computes at once."""
     tile_tokens: int | None = None
     """The most tokens on which norms, MLPs and experts of a layer work at once; None: on all of a slice."""
     compilation: Compilation | None = None
     """How to compile the units and the loss; None: not at all."""
     keeps_attention: bool = False
-    """Keep what attention gave until the backward, where the rest of an uncompiled forward is made again."""
+    """Keep attention's results until the backward, where an uncompiled forward is recomputed."""
     offloads_attention: bool = False
-    """Take that off the GPU too, with inputs that are offloaded."""
+    """Offload these results as well, together with offloaded inputs."""
     fp8_products: Sequence[str] = ()
-    """The names of the modules that take their products in FP8."""
+    """The names of the modules that multiply in FP8."""
     fp32_products: bool = False
-    """Take bf16 products in fp32, for a CPU without bf16 instructions."""
+    """Compute bf16 matrix products in fp32, for a CPU without bf16 instructions."""
     any_shape: bool = False
     """Whether each batch may have another size."""
     seed: int | None = None
-    """Seed of the random numbers that a forward draws, for each step and group its own; None: torch's generators go on
-    as they are, as loops of others expect."""
+    """Seed of the random numbers in a forward, from which each step and group gets its own. None: torch's generators
+    are left alone, as user loops expect."""
     max_skips: int = 0
-    """Steps in a row that may be left out because they are not finite (deferred mode); one more is an error."""
+    """Consecutive steps that may be skipped because they are not finite (deferred mode). One more is an error."""

@@ -13,20 +13,20 @@ from megatier.engine.unit_model import UnitModel
 
 @contextmanager
 def evaluating(model: UnitModel, player: UnitPlayer, name: str) -> Iterator[None]:
-    """Run one forward without gradients inside, in whatever mode.
+    """Run one forward without gradients inside, whatever the grad mode is outside.
 
     Args:
         model: the model.
-        player: plays the pass. Updates that are due are drained before.
-        name: of the pass. All that have the same name use the units in the same order.
+        player: plays the pass. Pending updates must be drained before.
+        name: the name of the pass. All passes of one name use the units in the same order.
     """
-    # The order of units is recorded with their group.
+    # The recorded order of units includes their group.
     model.stage.gradients.group = 0
 
-    # Inference mode is left. Views of homes that are made in it stay cached, and no backward could use them later.
+    # Not in inference mode: cached views of weights that are made in it could not be used in a backward later.
     with torch.inference_mode(mode=False), torch.no_grad():
         player.begin(name)
-        # Whatever ends the forward early, an interrupt too: weights in use have to be given back.
+        # Anything that ends the forward early, even an interrupt, must give back the weights in use.
         try:
             with model.running():
                 yield

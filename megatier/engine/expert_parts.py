@@ -1,8 +1,8 @@
 """Splits the experts of a fused module into several nodes, one for each range, and adds up their results.
 
-transformers has expert parallelism: a module that owns some of the experts skips tokens whose expert has the number one
-past its last. A node uses that. It runs the module on rows of the parameters, with indices counted from its first
-expert, and gives this number to all other experts.
+This uses transformers' expert parallelism: a module that owns some of the experts skips tokens whose expert index is
+one past its last. A node runs the module on rows of the parameters, with indices relative to its first expert, and
+gives all other experts that index.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from megatier.patch import patched
 
 
 class ExpertsNode(Node):
-    """A node for a range of the experts of a fused module. `install_sums` makes one forward of all ranges."""
+    """A node for a range of a fused module's experts. `install_sums` makes one forward of all ranges."""
 
     def _install(self) -> None:
-        """Leave the module's forward as it is, for `install_sums`, since this module has several nodes.
+        """Leave the module's forward alone: the module has several nodes, and `install_sums` replaces it once.
 
         Raises:
-            UnsupportedModelError: the module does not know of experts that are elsewhere.
+            UnsupportedModelError: the module cannot compute with some of its experts alone.
         """
         check_knows_of_others(self.module)
         guard(self)
 
     @property
     def can_stay_bound(self) -> bool:
-        """Whether its weights may stay bound: not, since other ranges of the module have them in the same places."""
+        """False: the other ranges of the module bind their weights in the same places."""
         return False
 
     def run(self, weights: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Compute what these experts add, [tokens, hidden], from (hidden states, indices, weights) of all experts."""
+        """Compute what these experts contribute, [tokens, hidden], from (hidden states, indices, weights) of all."""
         hidden, expert, router_weights = args
         with self._alone() as (start, stop):
             is_own = (expert >= start) & (expert < stop)
-            # The number behind the last expert says that a token goes elsewhere.
+            # The index past the last expert means that a token goes elsewhere.
             elsewhere = stop - start
             local = torch.where(is_own, expert - start, elsewhere)
             local_args = (hidden, local, router_weights)
@@ -51,17 +51,17 @@ class ExpertsNode(Node):
 
     @contextlib.contextmanager
     def resumed(self) -> Iterator[None]:
-        """Yield a context for the backward of a graph of the module, which has these experts only."""
+        """Provide a context for the backward of the module's graph, which has these experts only."""
         with super().resumed(), self._alone():
             yield
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[tuple[int, int]]:
-        """Give the module these experts only, for a while, as if others were elsewhere; yields their range."""
+        """Let the module have only these experts inside, as in expert parallelism. Yield their range."""
         assert self.experts is not None
         start, stop = self.experts
         settings = {"num_experts": stop - start, "_is_expert_parallel": True}
-        # Older versions of transformers have not both of them, and a name that nobody reads is not left in a module.
+        # Older versions of transformers lack one of them, and no unused attribute is left in a module.
         for name in list(settings):
             if not hasattr(self.module, name):
                 del settings[name]
@@ -70,7 +70,7 @@ class ExpertsNode(Node):
 
 
 def guard(node: Node) -> None:
-    """Refuse from now on what computes with the node's weights past its module."""
+    """Make computing with the node's weights outside its module an error."""
     for parameters, leaf, _ in node.bindings:
         unbound = parameters[leaf]
         assert unbound is not None
@@ -81,9 +81,9 @@ def check_knows_of_others(module: nn.Module) -> None:
     """Check that a module can compute with some of its experts.
 
     Raises:
-        UnsupportedModelError: it cannot, with the product that its config asks for.
+        UnsupportedModelError: it cannot, with the experts implementation that its config asks for.
     """
-    # Older versions of transformers know of experts elsewhere in their grouped product alone.
+    # Older versions of transformers support this only in their grouped implementation.
     config = getattr(module, "config", None)
     implementation = getattr(config, "_experts_implementation", None)
     if implementation in ("eager", "batched_mm") and not hasattr(module, "_is_expert_parallel"):
@@ -94,7 +94,7 @@ def check_knows_of_others(module: nn.Module) -> None:
 
 
 def install_sums(nodes: Iterable[Node]) -> None:
-    """Replace the forward of each module whose experts are among the nodes by the sum over its ranges, in order."""
+    """Replace the forward of each module whose experts are split by the sum over its ranges, in order."""
     ranges: dict[nn.Module, list[ExpertsNode]] = {}
     for node in nodes:
         if isinstance(node, ExpertsNode):
@@ -108,7 +108,7 @@ def _sum(nodes: Sequence[ExpertsNode]) -> Callable[..., Tensor]:
     """Return the forward of a whole module. Its output has the dtype of the hidden states, as in transformers."""
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        # In the order of the ranges, always: a sum in another order has other bits.
+        # Always in the order of the ranges, since the order changes the bits of a sum.
         first, *others = nodes
         total: Tensor = first(hidden_states, top_k_index, top_k_weights)
         for node in others:

@@ -1,16 +1,16 @@
-"""Sums gradients of units in fp32 over slices, uses and groups, and rounds them once to the weights' dtype.
+"""Sums the gradients of units in fp32 over slices, uses and groups, and rounds them once to the weights' dtype.
 
-A unit's gradient of a group is whole when every forward use has had its backward, or when the backward is over without
-having come to all of them. A group may have several forwards: its backward goes over them all, the last one first. The
-first summand waits as autograd made it, and the last one is added on the way into the buffer that is handed over: two
-slices are one pass over memory. Parameters without a gradient count as zero. Everything is addressed by parameter,
+A unit's gradient of a group is complete when every forward use has had its backward, or when the backward ends without
+reaching all of them. A group may have several forwards, and its one backward goes over all of them, the last one first.
+The first summand is kept as autograd made it, and the last one is added on the way into the sink's buffer, so two
+slices take one pass over memory. Parameters without a gradient count as zero. Everything is addressed by parameter,
 never by a running offset.
 
-A backward for gradients of inputs alone, before the group's own, adds nothing. The forwards whose graphs go with it are
-spent: the group's backward need not come to them.
+A backward for gradients of inputs alone, before the group's own, adds nothing. Forwards whose graphs it frees are
+spent: the group's backward need not reach them.
 
-A unit to which no backward of a step came has no gradient and is not updated, as in torch. If only some of a step's
-groups left it out, their part is zero.
+A unit that no backward of a step reached has no gradient and is not updated, as in torch. If only some groups of a step
+left it out, they contribute zero.
 
 Threads: all of it is called by the thread that computes (autograd's, in a backward).
 """
@@ -40,21 +40,21 @@ _WITHOUT_GRADIENT = (
 
 @dataclass(slots=True)
 class _Accumulation:
-    """The parts of a unit's gradient of the present group."""
+    """What has come of a unit's gradient in the current group."""
 
     num_summands: int = 0
-    """The number of its summands: a slice of a use each."""
+    """The expected number of summands: one for each slice of each use."""
     num_added: int = 0
-    """The number of these that have come."""
+    """The number of summands that have come."""
     uses_left: int = 0
-    """The number of uses whose backward has not come."""
+    """The number of uses whose backward has not come yet."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """By parameter and flat: the only summand so far, which is autograd's and must not be changed, or the sum of
-    several in fp32. The last summand does not come here."""
+    """For each parameter, flat: the only summand so far, which is autograd's and must not be changed, or the fp32 sum
+    of several. The last summand never comes here."""
     summed: set[str] = field(default_factory=set)
-    """The parameters that have a sum of several."""
+    """The parameters that have a sum of several summands."""
     buffer: Tensor | None = None
-    """The sink's buffer, once the gradient is in it."""
+    """The sink's buffer, once it holds the gradient."""
 
 
 class Gradients:
@@ -72,11 +72,11 @@ class Gradients:
         """Begin before the first group.
 
         Args:
-            layouts: the layout of what is trained, of each unit.
+            layouts: the layout of the trained parameters of each unit.
             sink: takes the gradients.
             meter: measures the final gradients, for their norm.
-            groups: the number of groups of a step that this rank computes.
-            is_shared: whether other ranks compute groups too. The sink then adds them up, and measures what it owns.
+            groups: the number of groups in a step that this rank computes.
+            is_shared: whether other ranks compute groups too. The sink then adds them up and measures its own shards.
         """
         self._layouts = layouts
         self._dtypes = {name: weight_dtype(layout.schema) for name, layout in layouts.items()}
@@ -86,31 +86,31 @@ class Gradients:
         self._groups = groups
         self._is_shared = is_shared
         self.group = 0
-        """The present group."""
+        """The current group."""
         self.forward = 0
-        """The number of the present forward, which grows through the run."""
+        """The number of the current forward, which grows through the run."""
         self._first_forward = 0
         """The number of this group's first forward."""
         self._reached: set[int] = set()
-        """The forwards of this group to which its backward has come."""
+        """The forwards of this group that its backward has reached."""
         self._spent: set[int] = set()
-        """Those whose graphs went with a backward for gradients of inputs alone."""
+        """The forwards whose graphs were freed by a backward for gradients of inputs alone."""
         self._task = -1
-        """Autograd's number of the last such backward."""
+        """Autograd's task id of the last such backward."""
 
         self._accumulations = defaultdict[str, _Accumulation](_Accumulation)
-        """What has come of each unit in this group, in the order of their first uses."""
+        """The accumulation of each unit in this group, in the order of their first uses."""
         self._present: dict[str, set[str]] = {}
-        """For each unit: its parameters that have a gradient in this step."""
+        """For each unit, the parameters that have a gradient in this step."""
         self._known: dict[str, set[str]] = {}
-        """For each unit: those that had one in some step."""
+        """For each unit, the parameters that have had a gradient in any step."""
         self._has_warned = False
         self._num_submitted: Counter[str] = Counter()
-        """The number of groups of this step that each unit has handed over."""
+        """The number of groups of this step for which each unit has submitted a gradient."""
         self._is_watched = False
-        """The backward of this group has begun."""
+        """Whether the backward of this group has begun."""
         self._is_over = False
-        """The backward of this group has come to its end."""
+        """Whether the backward of this group has ended."""
 
     def begin_group(self, group: int) -> None:
         """Begin a group."""
@@ -128,7 +128,7 @@ class Gradients:
         self._accumulations.clear()
 
     def drop(self) -> None:
-        """Let go of a step that is given up. No backward can come to its forwards any more."""
+        """Drop a step that is given up. No backward may reach its forwards any more."""
         self._accumulations.clear()
         self._spent.clear()
         self._is_watched = False
@@ -136,7 +136,7 @@ class Gradients:
         self._first_forward = self.forward + 1
 
     def begin_forward(self) -> None:
-        """Begin one more forward of the group, whose backward will go over it too.
+        """Begin another forward of the group, which the group's backward will go over too.
 
         Raises:
             StreamedModelError: the backward has begun.
@@ -145,13 +145,13 @@ class Gradients:
         self.forward += 1
 
     def is_trained(self, unit: str, name: str) -> bool:
-        """Return whether a parameter of a unit has a gradient. The others are frozen."""
+        """Return whether a parameter of a unit is trained rather than frozen."""
         return unit in self._layouts and any(tensor.name == name for tensor in self._layouts[unit].tensors)
 
     @property
     def is_open(self) -> bool:
-        """Whether a forward use of this group may still have its backward, or the backward did not come to its end."""
-        # Gradients of inputs are no gradient of the group.
+        """Whether a forward of this group may still have its backward, or a backward stopped before its end."""
+        # A backward for gradients of inputs alone has begun too, though it adds nothing.
         has_begun = self._is_watched or bool(self._spent)
         if has_begun and not self._is_over:
             return True
@@ -159,33 +159,33 @@ class Gradients:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether the backward of this group has begun, and has not come to its end."""
+        """Whether the backward of this group is running, or stopped before its end."""
         return self._is_watched and not self._is_over
 
     @property
     def can_evaluate(self) -> bool:
-        """Whether a forward without gradients may come within the step now: before a backward, and not inside one."""
+        """Whether a forward without gradients may run within the step now: before a backward, and not during one."""
         return self.group < self._groups - 1 if self._is_over else not self._is_watched
 
     def begin_evaluation(self) -> None:
-        """Begin a forward without gradients. After the backward of a group it belongs to the next one."""
+        """Begin a forward without gradients. After a group's backward it belongs to the next group."""
         if self._is_over:
             self.begin_group(self.group + 1)
 
     def expect_use(self, unit: str, num_slices: int) -> None:
-        """Note a use in a forward, whose backward will follow in so many slices."""
+        """Expect the backward of a forward use, in so many slices."""
         accumulated = self._accumulations[unit]
         accumulated.num_summands += num_slices
         accumulated.uses_left += 1
 
     def cancel_use(self, unit: str, num_slices: int) -> None:
-        """Note that no backward that trains will come to such a use any more."""
+        """Expect no backward of such a use any more."""
         accumulated = self._accumulations[unit]
         accumulated.num_summands -= num_slices
         accumulated.uses_left -= 1
 
     def watch_backward(self, forward: int) -> None:
-        """Note that this group's backward has come to a forward. Call it inside: the group is over when that is.
+        """Note that this group's backward has reached a forward. Call it during the backward, whose end ends the group.
 
         Args:
             forward: the number of the forward.
@@ -196,21 +196,21 @@ class Gradients:
         self._check_own(forward)
         self._reached.add(forward)
 
-        # Autograd calls it when the whole backward has ended, also one that others began.
+        # Autograd calls it when the whole backward has ended, even one that also goes over other graphs.
         if not self._is_watched:
             self._is_watched = True
             Variable._execution_engine.queue_callback(self.end_group)
 
     def watch_inputs(self, forward: int, task: int, *, ends: bool) -> bool:
-        """Note that a backward for gradients of inputs alone has come to a forward of this group.
+        """Note that a backward for gradients of inputs alone has reached a forward of this group.
 
         Args:
             forward: the number of the forward.
-            task: autograd's number of the backward.
-            ends: whether the graph goes with it.
+            task: autograd's id of the backward.
+            ends: whether it frees the graph.
 
         Returns:
-            Whether it comes to a node for the first time.
+            Whether this is the first node that it reaches.
 
         Raises:
             StreamedModelError: the group has begun its backward, or other ranks would have to take part.
@@ -243,7 +243,7 @@ class Gradients:
             )
 
     def _check_waits(self, why: str) -> None:
-        """Refuse what has to come before the backward of this group.
+        """Check that the backward of this group has not begun.
 
         Raises:
             StreamedModelError: it has begun.
@@ -254,10 +254,10 @@ class Gradients:
             )
 
     def end_group(self) -> None:
-        """Hand over what is left when the backward is over.
+        """Submit the gradients that are left when the backward is over.
 
         Raises:
-            StreamedModelError: it has not come to all forwards of the group.
+            StreamedModelError: it has not reached all forwards of the group.
         """
         forwards = {*range(self._first_forward, self.forward + 1)} - (self._spent - self._reached)
         if self._reached and self._reached != forwards:
@@ -267,14 +267,15 @@ class Gradients:
                 "call each one's backward before the next forward. This step cannot go on: drop it with abandon()."
             )
 
-        # No output of some uses led to the loss, so no backward came to them. Others of the unit made a gradient.
+        # Some uses have no output that leads to the loss, so no backward reached them, but others of the unit made a
+        # gradient.
         for unit, accumulated in self._accumulations.items():
             if accumulated.uses_left and accumulated.num_added:
                 self._submit(unit)
         self._accumulations.clear()
 
-        # A unit that the last groups left out: its update waits for a gradient of every group. If ranks share it, the
-        # sink knows what was left out.
+        # A unit may be left out of the last groups, while its update waits for a gradient of every group. With several
+        # ranks the sink knows what was left out.
         if not self._is_shared and self.group == self._groups - 1:
             for unit in list(self._num_submitted):
                 self._catch_up(unit, self._groups)
@@ -282,7 +283,7 @@ class Gradients:
         self._is_over = True
 
     def add(self, unit: str, of_slice: Sequence[tuple[str, Tensor | None]]) -> None:
-        """Add the gradients of one slice of one use, by parameter name. Those that are not named are zero."""
+        """Add the gradients of one slice of one use, by parameter name. Parameters that are not named count as zero."""
         grads = {name: grad.reshape(-1) for name, grad in of_slice if grad is not None}
         accumulated = self._accumulations[unit]
         accumulated.num_added += 1
@@ -301,25 +302,25 @@ class Gradients:
                 accumulated.sums[name] = grad
 
     def end_use(self, unit: str) -> None:
-        """Note that the backward of a use is over. After the last one, the group's gradient is handed over."""
+        """End the backward of a use. After the last use of the group, the gradient is submitted."""
         accumulated = self._accumulations[unit]
         accumulated.uses_left -= 1
         if not accumulated.uses_left:
             self._submit(unit)
 
     def _submit(self, unit: str) -> None:
-        """Hand a unit's gradient of this group over."""
+        """Submit a unit's gradient of this group."""
         accumulated = self._accumulations[unit]
         buffer = accumulated.buffer
 
-        # If summands were expected that did not come, nothing has been written yet.
+        # If an expected summand did not come, nothing has been written yet.
         if buffer is None:
             buffer = self._write(unit, {})
         accumulated.buffer = None
         self._send(unit, self.group, buffer)
 
     def _catch_up(self, unit: str, group: int) -> None:
-        """Hand over a gradient of zero for each group before this one that left the unit out."""
+        """Submit a gradient of zero for each earlier group that left the unit out."""
         for missing in range(self._num_submitted[unit], group):
             buffer = self._acquire(unit)
             if not self._adds(unit, missing):
@@ -327,16 +328,16 @@ class Gradients:
             self._send(unit, missing, buffer)
 
     def _write(self, unit: str, grads: Mapping[str, Tensor]) -> Tensor:
-        """Write the last summand and the sum of the others into the sink's buffer, rounded once; returns the buffer."""
+        """Write the last summand plus the sum of the others into the sink's buffer, rounded once. Return it."""
         if not self._is_shared:
             self._catch_up(unit, self.group)
         accumulated = self._accumulations[unit]
         before = accumulated.sums
-        # Not held any longer than the buffer takes to be written: they are as large as the weights.
+        # Released as soon as the buffer is written, since they are as large as the weights.
         accumulated.sums = {}
         self._present.setdefault(unit, set()).update(before, grads)
 
-        # A single summand is as autograd made it. A sum of several is not rounded before all groups are in it.
+        # A single summand keeps autograd's dtype. A sum is not rounded before all groups are in it.
         fits = self._is_shared and not before and all(grad.dtype is self._dtypes[unit] for grad in grads.values())
         buffer = self._acquire(unit, fits=fits)
         adds = self._adds(unit, self.group)
@@ -349,7 +350,7 @@ class Gradients:
         for tensor in layout.tensors:
             target = buffer[tensor.start : tensor.stop]
             summands = [found[tensor.name] for found in (before, grads) if tensor.name in found]
-            # Else a sum of two in bf16 would be rounded before it is written.
+            # Otherwise a sum of two bf16 tensors would be rounded before it is written.
             if len(summands) == 2 and target.dtype is torch.float32:
                 summands[0] = summands[0].float()
 
@@ -357,7 +358,7 @@ class Gradients:
                 if summands:
                     target.add_(reduce(torch.add, summands))
             elif len(summands) == 2:
-                # `torch.add` computes in fp32, and rounds what it writes.
+                # `torch.add` computes in fp32, and rounds the result.
                 torch.add(*summands, out=target)
             elif summands:
                 copied.append(target)
@@ -365,7 +366,7 @@ class Gradients:
             else:
                 zeroed.append(target)
 
-        # Together: a call for each parameter takes the host longer than the GPU.
+        # In one call, since a call for each parameter takes the host longer than the GPU.
         if copied:
             torch._foreach_copy_(copied, copied_from)
         if zeroed:
@@ -374,7 +375,7 @@ class Gradients:
         return buffer
 
     def _acquire(self, unit: str, *, fits: bool = False) -> Tensor:
-        """Ask the sink for a buffer, and see it as numbers."""
+        """Acquire a buffer from the sink, viewed in the dtype of its elements."""
         is_summand = (self._groups > 1 or self._is_shared) and not fits
         return self._sink.acquire_grad_buffer(unit, fits=fits).view(torch.float32 if is_summand else self._dtypes[unit])
 
@@ -386,24 +387,24 @@ class Gradients:
         """Hand the buffer over to the sink."""
         last = group == self._groups - 1
 
-        # A gradient that is final here is measured here. Sums that are taken in RAM are rounded and measured there.
+        # A gradient that is final is measured here. Sums that are taken in RAM are rounded and measured there.
         is_alone = self._groups == 1 and not self._is_shared
         if last and (is_alone or self._sink.sums_in_buffer(unit)):
             dtype = self._dtypes[unit]
             if buffer.dtype is not dtype:
                 rounded = buffer.to(dtype)
-                # In the buffer of the sink itself, of which rounded numbers take the first half.
+                # In place: the rounded numbers take the first half of the sink's buffer.
                 buffer = buffer.view(dtype)[: rounded.numel()].copy_(rounded)
             self._meter.measure(unit, buffer)
 
-        # Of several ranks each sees its own groups only, so a parameter without a gradient here may have one elsewhere.
+        # A rank sees only its own groups, and a parameter without a gradient here may have one on another rank.
         if last and not self._is_shared:
             self._remark(unit)
         self._sink.submit_grad(unit, group=group)
         self._num_submitted[unit] = group + 1
 
     def _remark(self, unit: str) -> None:
-        """Warn once if a parameter has no gradient in a step, though it had one and its unit has one."""
+        """Warn once if a parameter that had a gradient before has none in a step, while others of its unit have one."""
         present = self._present.pop(unit, set())
         known = self._known.setdefault(unit, set())
         absent = known - present
@@ -415,8 +416,8 @@ class Gradients:
 
 
 def _padding_of(layout: Layout, buffer: Tensor) -> list[Tensor]:
-    """Return the elements of a unit's buffer that lie before, between and behind its tensors."""
-    # AdamW updates padding like any element, so it must not see what the slot held before.
+    """Return the parts of a unit's buffer that lie before, between and after its tensors."""
+    # AdamW updates padding like any element, so padding must not keep what the slot held before.
     padding: list[Tensor] = []
     end = 0
     for tensor in layout.tensors:

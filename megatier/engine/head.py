@@ -1,12 +1,12 @@
-"""Finds the way of a model from its head to its loss, by asking the model's own forward.
+"""Finds out what a model's forward does between its head and its loss, so that the two can be fused.
 
-A fused loss takes the place of the head and the loss function: the forward then has hidden states under the name of
-logits. That is right only if all it does to them is to scale them. A soft cap that the config names can be taken out of
-the forward; the fused loss applies it then.
+A fused loss replaces the head and the loss function, and the forward then has hidden states under the name of logits.
+That is right only if the forward just scales them. A soft cap that the config names can be taken out of the forward,
+because the fused loss applies it itself.
 
-So the forward is run twice on a stand-in for its decoder, which takes no weights and no time. Once the head gives
-known logits. Once it gives known hidden states, without the cap, as the fused loss would have it. Each time, what comes
-to the loss function is compared with what the head gave.
+So the forward is run twice with a stand-in for its decoder, which takes no weights and no time: once with known logits
+from the head, and once with known hidden states and without the cap, as the fused loss would run it. Each time, what
+reaches the loss function is compared with what the head gave. `UnitModel` asks this once, before nodes are installed.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from megatier.models.model_class import is_classifier
 from megatier.patch import patched
 
 IGNORE_INDEX = -100
-"""Label of a token that does not count."""
+"""The label of a token that does not count, as in torch."""
 PROBE_ROWS = 2
-"""Rows of the batch with which the forward is asked."""
+"""Rows of the probe's batch."""
 PROBE_TOKENS = 3
-"""Tokens of each of these rows."""
+"""Tokens in each of these rows."""
 _ROUNDING_ULPS = 64
-"""Units in the last place by which two ways of computing a logit may differ."""
+"""How many units in the last place two ways of computing a logit may differ by."""
 _SOFTCAP_KEY = "final_logit_softcapping"
-"""The name that configs have for the soft cap of logits that is taken out of the forward."""
+"""The config key of the soft cap of logits, which is taken out of the forward."""
 
 
 def can_fuse(model: PreTrainedModel, units: Sequence[Unit]) -> bool:
-    """Return whether head and loss of a skeleton may be one node. If a language model's may not, warn and say why.
+    """Return whether head and loss of a skeleton can be fused. If those of a language model cannot, warn and say why.
 
     Args:
         model: the skeleton, on whose modules no nodes are installed yet.
         units: all of its units.
     """
-    # A classifier has a few numbers for a row, where logits of a vocabulary would be large.
+    # A classifier has only a few numbers for each row, so fusing its loss saves nothing.
     if is_classifier(model.config):
         return False
 
@@ -62,10 +62,10 @@ def can_fuse(model: PreTrainedModel, units: Sequence[Unit]) -> bool:
 
 
 def check_fusable(model: PreTrainedModel, units: Sequence[Unit]) -> None:
-    """Ask the model's forward what it does between head and loss. No random number is drawn that others see.
+    """Probe what the model's forward does between head and loss. No random number is drawn that others see.
 
     Raises:
-        UnsupportedModelError: it does something that a fused loss does not. The message says what.
+        UnsupportedModelError: the forward does something that a fused loss does not. The message says what.
     """
     name = type(model).__name__
     if not _calls_loss_function(model):
@@ -76,7 +76,7 @@ def check_fusable(model: PreTrainedModel, units: Sequence[Unit]) -> None:
     if not any(model.get_submodule(module_name) is head for module_name in module_names):
         raise UnsupportedModelError(f"the output embedding of {name} is not a unit of its own.")
 
-    # A forward on the instance is somebody's own, which the fused loss would pass by.
+    # A forward on the instance was put there by somebody else, and the fused loss would bypass it.
     product = product_of(head)
     if product is None or "forward" in vars(product):
         raise UnsupportedModelError(f"the output embedding of {name} is no plain product but a {type(head).__name__}.")
@@ -89,7 +89,7 @@ def check_fusable(model: PreTrainedModel, units: Sequence[Unit]) -> None:
     with without_softcap(model) as cap:
         hidden, scaled_hidden = _ask(model, head, product.in_features, product.in_features)
 
-    # The scale that fits best; if the forward does more than that, it does not fit well.
+    # The best-fitting scale. If the forward does more than scale, it does not fit well.
     scale = (hidden * scaled_hidden).sum() / hidden.square().sum()
     scales_hidden = _agree(scaled_hidden, scale * hidden)
     scales_logits = _agree(scaled_logits, capped(scale * logits, cap))
@@ -98,31 +98,31 @@ def check_fusable(model: PreTrainedModel, units: Sequence[Unit]) -> None:
 
 
 def product_of(head: nn.Module | None) -> nn.Linear | None:
-    """Return the plain product that an output embedding is; None if it is something else.
+    """Return an output embedding as the plain linear layer that it is; None if it is something else.
 
-    If PEFT trains a copy of a head as a whole (`modules_to_save`), the product is that copy.
+    If PEFT trains a copy of the head (`modules_to_save`), that copy is returned.
     """
     if head is not None and is_adapter(head) and hasattr(head, "modules_to_save"):
         (head,) = cast("nn.ModuleDict", head.modules_to_save).values()
 
     if not isinstance(head, nn.Linear):
         return None
-    # A subclass may compute something else, and a parametrised weight is no parameter of the module any more.
+    # A subclass may compute something else, and a parametrized weight is no longer a parameter of the module.
     computes_product = type(head).forward is nn.Linear.forward
     return head if computes_product and "weight" in head._parameters else None
 
 
 def has_hooks(head: nn.Module) -> bool:
-    """Return whether anything looks at what an output embedding gives, or at its gradient."""
-    # Hooks before it see hidden states in either case.
+    """Return whether any hook sees the output of an output embedding, or its gradient."""
+    # Forward pre-hooks see hidden states in either case.
     return bool(head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)
 
 
 def check_calls_loss_function(model: PreTrainedModel, remedy: str) -> None:
-    """Check that a model takes its loss by way of `loss_function`, as most do.
+    """Check that a model calls `self.loss_function`, as most do.
 
     Raises:
-        UnsupportedModelError: it does not.
+        UnsupportedModelError: the model computes its loss by itself.
     """
     if not _calls_loss_function(model):
         raise UnsupportedModelError(
@@ -138,7 +138,7 @@ def _calls_loss_function(model: PreTrainedModel) -> bool:
 
 
 def _is_cross_entropy(function: Callable[..., Tensor]) -> bool:
-    """Return whether a loss function is the one that a fused loss computes. What it calls may have been replaced."""
+    """Return whether a loss function computes what a fused loss does. It may call something that was replaced."""
     vocab_size = 5
     numbers = torch.linspace(-1.0, 7.0, PROBE_ROWS * PROBE_TOKENS * vocab_size, dtype=torch.float32, device="cpu")
     logits = 3 * numbers.square().sin().view(PROBE_ROWS, PROBE_TOKENS, vocab_size)
@@ -146,7 +146,7 @@ def _is_cross_entropy(function: Callable[..., Tensor]) -> bool:
     mean = function(logits=logits, labels=labels, vocab_size=vocab_size)
     seventh = function(logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=7)
 
-    # The same by hand. A token predicts the next one's label, so three of the six count.
+    # The expected values by hand. A token predicts the next one's label, so three of the six count.
     log_probabilities = logits.double().log_softmax(-1)
     first = log_probabilities[0, 0, 1]
     second = log_probabilities[0, 1, 4]
@@ -159,8 +159,8 @@ def _is_cross_entropy(function: Callable[..., Tensor]) -> bool:
 
 @contextmanager
 def calling_for_loss(model: PreTrainedModel, function: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace the model's loss function for a while. Then it is what it was, if nobody has changed it meanwhile."""
-    # transformers has a property, which looks for the attribute with an underscore.
+    """Replace the model's loss function inside, and restore it afterwards unless somebody has changed it meanwhile."""
+    # transformers has a property that reads the attribute with an underscore.
     names = ("_loss_function", "loss_function")
     before = {name: vars(model)[name] for name in names if name in vars(model)}
     model.loss_function = function
@@ -175,26 +175,26 @@ def calling_for_loss(model: PreTrainedModel, function: Callable[..., Tensor]) ->
 
 @contextmanager
 def without_softcap(model: PreTrainedModel) -> Iterator[float | None]:
-    """Take the soft cap of logits out of the config for a while; yields the one that it names."""
+    """Remove the soft cap of logits from the config inside; yields its value."""
     text = model.config.get_text_config()
     cap = getattr(text, _SOFTCAP_KEY, None)
 
-    # Written past the config, since some configs are strict dataclasses that refuse None.
+    # Written into the instance's dictionary, since some configs are strict dataclasses that refuse None.
     without = {_SOFTCAP_KEY: None} if cap else {}
     with patched(vars(text), **without), patched(vars(model.config), **without):
         yield cap or None
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Return logits with a soft cap, of the same shape and dtype."""
+    """Return logits with the soft cap applied, in the same shape and dtype."""
     return torch.tanh(logits / cap) * cap if cap else logits
 
 
 class _Outputs(tuple[Tensor]):
-    """The outputs of a stand-in for a decoder: hidden states alone, and None for all else that it is asked for."""
+    """The outputs of the decoder's stand-in: hidden states, and None for everything else."""
 
     def __getattr__(self, name: str) -> Tensor | None:
-        # Code that asks for such a name, like `copy`, would take None for a method.
+        # Code such as `copy` asks for such names, and would take None for a method.
         if name.startswith("__"):
             raise AttributeError(name)
         return self[0] if name == "last_hidden_state" else None
@@ -202,17 +202,17 @@ class _Outputs(tuple[Tensor]):
 
 @dataclass(slots=True)
 class _Passage:
-    """The tensors that went from the head to the loss function in one forward: logits, or hidden states instead."""
+    """The tensors that pass from the head to the loss function in one forward: logits, or hidden states instead."""
 
     given: list[Tensor] = field(default_factory=list)
-    """What each call of the head gave, as leaves that autograd finds."""
+    """What each call of the head gave, as autograd leaves."""
     arrived: list[Tensor] = field(default_factory=list)
-    """What came to each call of the loss function."""
+    """What each call of the loss function was given."""
     ignored: set[int] = field(default_factory=set)
-    """The labels that these calls said not to count."""
+    """The values of ignore_index in these calls."""
 
     def head(self, hidden: Tensor, width: int) -> Tensor:
-        """Stand in for the head: give numbers of many sizes, so that a cap of any height shows."""
+        """Stand in for the head: return numbers of many magnitudes, so that a cap of any height shows."""
         generator = torch.Generator().manual_seed(len(self.given))
         shape = (*hidden.shape[:-1], width)
         numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -224,23 +224,24 @@ class _Passage:
         logits.requires_grad_()
         self.given.append(logits)
 
-        # The forward may change what it is given in place, which a leaf refuses.
+        # The forward may change its input in place, which a leaf refuses.
         return logits * 1.0
 
     def loss(self, logits: Tensor, *_: object, ignore_index: int = IGNORE_INDEX, **__: object) -> Tensor:
-        """Stand in for the loss function: note what came. The loss does not depend on it; what the forward adds may."""
+        """Stand in for the loss function: note the logits, and return a loss that does not depend on them."""
         self.arrived.append(logits.detach().clone())
         self.ignored.add(ignore_index)
 
-        # No leaf: a router's loss may be added to it in place.
+        # Not a leaf, since a router's loss may be added to it in place.
         leaf = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
         return leaf * 1.0
 
     def check(self, name: str, loss: object) -> None:
-        """Refuse a passage that a fused loss would not see.
+        """Refuse a passage that a fused loss would not reproduce.
 
         Raises:
-            UnsupportedModelError: the forward does more than to call the head, and the loss function on all it gave.
+            UnsupportedModelError: the forward does more than call the head once and the loss function once on its
+                output.
         """
         num_given = len(self.given)
         num_arrived = len(self.arrived)
@@ -260,7 +261,7 @@ class _Passage:
         if arrived.numel() != given.numel():
             raise UnsupportedModelError(f"{name} hands only the logits of some tokens to the loss.")
 
-        # The stand-in's loss depends on no logit, so whatever leads back to one was added.
+        # The stand-in's loss depends on no logit, so anything that leads back to one was added by the forward.
         if torch.is_tensor(loss) and loss.requires_grad:
             (grad,) = torch.autograd.grad(loss, self.given, allow_unused=True)
             if grad is not None:
@@ -268,7 +269,7 @@ class _Passage:
 
 
 def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) -> tuple[Tensor, Tensor]:
-    """Run one forward; returns what the head gave and what reached the loss function, each fp64 [tokens, width]."""
+    """Run one forward. Return what the head gave and what reached the loss function, each fp64 [tokens, width]."""
     name = type(model).__name__
     passage = _Passage()
     ids = torch.zeros(PROBE_ROWS, PROBE_TOKENS, dtype=torch.long, device="cpu")
@@ -282,14 +283,14 @@ def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) 
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
             patched(vars(_body(model, head)), forward=lambda *_, **__: _Outputs((hidden,))),
-            # Some forwards call it outside of the body.
+            # Some forwards call it outside the body.
             patched(vars(model.get_input_embeddings()), forward=lambda *_, **__: hidden),
             patched(vars(head), forward=lambda x: passage.head(x, width)),
         ):
-            # Past the model's own hooks, which note what they see, and run after the loss or change no logits.
+            # This bypasses hooks on the model, which see only its inputs and outputs.
             loss = model.forward(input_ids=ids, labels=ids, use_cache=False).loss
     except UnsupportedModelError:
-        # After the loss a forward may need more than a stand-in has. But then it has been asked.
+        # After the loss, the forward may need more than the stand-in has. But then the probe is done.
         if not passage.arrived:
             raise
 
@@ -300,7 +301,7 @@ def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) 
 
 
 def _body(model: PreTrainedModel, head: nn.Module) -> nn.Module:
-    """Return the module that makes the hidden states: the outermost one with the layers and without the head."""
+    """Return the module that computes the hidden states: the outermost one with the layers and without the head."""
     layers = decoder_layers(model)
     module = cast("nn.Module", model)
     while True:
@@ -310,11 +311,11 @@ def _body(model: PreTrainedModel, head: nn.Module) -> nn.Module:
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Return whether fp64 numbers are equal in pairs, but for rounding in fp32."""
+    """Return whether two fp64 tensors are equal up to rounding in fp32."""
     tolerance = _ROUNDING_ULPS * torch.finfo(torch.float32).eps * expected.abs()
     return bool(((found - expected).abs() <= tolerance).all())
 
 
 def name_of(function: object) -> str:
-    """Return the name of a function, or the kind of what is none."""
+    """Return the name of a function, or the type of any other object."""
     return getattr(function, "__name__", type(function).__name__)

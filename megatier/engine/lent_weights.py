@@ -1,4 +1,4 @@
-"""Lends copies of a unit's weights to code that computes with them past its forward (`Node.lent`)."""
+"""Lends copies of a unit's weights to code that computes with them outside the unit's module (`Node.lent`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatier.tier import Phase
 
 
 class LentWeights(torch.autograd.Function):
-    """Copies of a unit's weights, in the order of `leaves`, whose gradients are one summand of the unit's."""
+    """Copies of a unit's weights in the order of `leaves`. Their gradients are one summand of the unit's gradient."""
 
     @staticmethod
     def forward(ctx: Any, node: BoundModule, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
@@ -23,7 +23,7 @@ class LentWeights(torch.autograd.Function):
         use = node.stage.source.enter(node.unit, Phase.FORWARD, node.stage.gradients.group)
         leaves = node.leaves(use.bytes)
 
-        # Slots are filled again when the use is over; these outlive it.
+        # The slot is reused when the use is over, while the copies live until the backward.
         copies = tuple(leaf.detach().clone() for leaf in leaves)
         use.leave()
         frozen = (copy for copy, leaf in zip(copies, leaves, strict=True) if not leaf.requires_grad)
@@ -33,12 +33,12 @@ class LentWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # noqa: ANN401
-        """Hand the gradients of the copies over."""
+        """Add the gradients of the copies to the unit's."""
         node: BoundModule = ctx.node
         gradients = node.stage.gradients
         purpose = begin_backward(node.stage, ctx.number)
 
-        # The weights are not asked for: the copies were enough for the code that computed with them.
+        # The weights are not loaded again, since the code that was lent the copies needs no others.
         if purpose.trains:
             parts = zip(node.names, grads, strict=True)
             gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])

@@ -2,14 +2,14 @@
 
 Inside the model's forward, the head's module returns the hidden states unchanged, and the model's `loss_function` runs
 this node on them. Linear scales of the logits (Granite, Cohere) commute with the head and stay where Hugging Face has
-them. A soft cap does not, and is applied here. `head` has found out before that the model does nothing else between the
-two. What was so then is looked at again in each forward, since a user has the model in hand and may change it.
+them. A soft cap does not commute, so it is applied here. `head` has checked beforehand that the model does nothing else
+between the two. Each forward checks it again, since users can change the model at any time.
 
-A label that is neither ignored nor in the vocabulary makes the loss NaN. Torch would refuse it, but the host would wait
-for that. So it is refused when the step is found to be not finite (`check_labels`).
+A label that is neither ignored nor in the vocabulary makes the loss NaN. Torch would refuse such a label, but then the
+host would have to wait for the device. Instead it is refused when the step turns out not to be finite (`check_labels`).
 
-All gradients are made in the forward, where the logits are at hand; the head's are summed over chunks in fp32.
-`cross_entropy` has the arithmetic of a chunk.
+All gradients are computed in the forward, where the logits are at hand. Those of the head are summed over chunks in
+fp32. `cross_entropy` has the arithmetic of a chunk.
 
 Source: the fused linear cross-entropy of Liger Kernel (arXiv 2410.10989).
 """
@@ -40,20 +40,20 @@ from megatier.readback import on_host
 from megatier.tier import Phase
 
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-"""Kinds of arguments that have a name."""
+"""Kinds of parameters that can be passed by name."""
 _UNFUSED = "open the model with fused_loss=False (model.fused_loss: false)"
-"""The remedy for whatever a fused loss does not take."""
+"""The remedy for anything that a fused loss does not support."""
 
 
 class FusedLoss:
     """Replaces a model's head and loss function."""
 
     def __init__(self, model: PreTrainedModel, head: Node, chunk: int) -> None:
-        """Install on the head; `standing_in` does the rest in each forward.
+        """Replace the head's forward. `standing_in` does the rest in each forward of the model.
 
         Args:
             model: the skeleton, for which `head.can_fuse` was true.
-            head: the node of the output embedding. Its unit holds the head's weight (that of the embedding, if tied).
+            head: the node of the output embedding. Its unit holds the head's weight, or the tied embedding's.
             chunk: the number of tokens in a chunk.
         """
         self.stage = head.stage
@@ -65,22 +65,22 @@ class FusedLoss:
         product = product_of(head.module)
         assert product is not None
         self.names = {leaf: tensor.name for own, leaf, tensor in head.bindings if own is product._parameters}
-        """The names of the head's parameters, by those that its module has for them."""
+        """The names of the head's parameters in the model, by their names in the head's module."""
         self._vocab_size = product.out_features
         self._function: Callable[..., Tensor] = model.loss_function
-        """The loss function that this one computes."""
+        """The model's loss function, which this one replaces."""
         with without_softcap(model) as cap:
             self._cap = cap
         self._has_cap = cap is not None
-        """Whether the model was found to apply the soft cap that its config names."""
+        """Whether the model applied the soft cap of its config when it was opened."""
         self._refused = _more_arguments()
-        """The names of arguments that the model's loss function takes, and this one does not."""
+        """The names of arguments that the model's loss function supports and this one does not."""
         self._passed: list[int] = []
-        """The number of elements that each call of the head passed on in this forward."""
+        """The number of elements that each call of the head returned in this forward."""
         self._is_inside = False
-        """Whether the model's forward runs."""
+        """Whether a forward of the model is running."""
         self._labels: list[tuple[Tensor, Tensor]] = []
-        """The labels of the open step, as they were given and as `_targets` made them."""
+        """The labels of the open step, as given and as `_targets` made them."""
 
         compilation = head.stage.compilation
         self._loss_and_grad: Callable[..., tuple[Tensor, Tensor]] = cross_entropy_and_grad
@@ -91,16 +91,16 @@ class FusedLoss:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Run the model's forward inside: its head passes hidden states on, and its config names no soft cap.
+        """Run the model's forward inside: its head returns hidden states, and its config names no soft cap.
 
         Raises:
-            StreamedModelError: the model is not as it was when its head and its loss were fused.
+            StreamedModelError: the model was changed since its head and its loss were fused.
         """
         self._check_model()
         self._passed.clear()
         self._is_inside = True
         try:
-            # Taken out in each forward and not for good, since the config is exported.
+            # Removed only for the forward, since the config is exported.
             with without_softcap(self._model) as cap:
                 if cap is not None and not self._has_cap:
                     raise _changed(f"its config names a soft cap of logits ({cap}), and named none before")
@@ -131,17 +131,17 @@ class FusedLoss:
             **others: what the model's own loss function ignores as well.
 
         Raises:
-            StreamedModelError: the forward, or an argument, is none that this loss is equal to the model's own for.
-            DataError: there is not one label for each token, or labels are no int64.
+            StreamedModelError: for this forward or these arguments the fused loss would not equal the model's own.
+            DataError: there is not one label for each token, or labels are not int64.
         """
         self._check_call(logits, vocab_size, others)
         targets = self._targets(logits, labels, ignore_index, shift_labels)
 
-        # Some models (Mamba) cast logits to fp32. The products are in the head's own dtype all the same.
+        # Some models (Mamba) cast logits to fp32. The head multiplies in its own dtype all the same.
         hidden = logits.reshape(-1, logits.shape[-1])
         hidden = hidden.to(product_dtype(hidden.device, self.head.dtype))
 
-        # Never read by the host, which would wait for the device and for every copy before it.
+        # The host never reads this, since it would wait for the device and for all copies before it.
         counted = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
         if torch.is_tensor(counted):
             if counted.dim():
@@ -155,7 +155,7 @@ class FusedLoss:
         if not torch.is_grad_enabled():
             return self.run(hidden, targets, count, None)
 
-        # Announced before autograd knows of the loss, as in a call of a node.
+        # Expected before autograd knows of the loss, as in a call of a node.
         gradients = self.stage.gradients
         if self.head.trained:
             gradients.expect_use(self.head.unit, 1)
@@ -163,19 +163,19 @@ class FusedLoss:
         return result
 
     def begin_step(self) -> None:
-        """Forget the labels of the step before."""
+        """Drop the labels of the last step."""
         self._labels.clear()
 
     def check_labels(self) -> None:
-        """Look for a label outside of the vocabulary among those of the open step. The host waits for the device.
+        """Check that all labels of the open step are in the vocabulary. The host waits for the device.
 
         Raises:
-            DataError: there is one.
+            DataError: a label is not.
         """
         for labels, targets in self._labels:
             unknown = on_host(labels[targets == UNKNOWN_LABEL])
             if unknown.numel():
-                # The label as it was given: `_targets` has put one number in the place of all unknown ones.
+                # The label as given, since `_targets` replaces all unknown labels by one number.
                 raise DataError(
                     f"{unknown.numel()} labels of the step are outside of the vocabulary of {self._vocab_size}, the "
                     f"first one is {int(unknown[0])}. So its loss is not a number, and no update of it was written. "
@@ -184,14 +184,14 @@ class FusedLoss:
                 )
 
     def _pass_on(self, hidden: Tensor) -> Tensor:
-        """Stand in for the head: in the model's forward hidden states go on as they are, elsewhere it is a product."""
+        """Replace the head's forward. Inside the model's forward hidden states pass unchanged."""
         if not self._is_inside:
             return self._product(hidden)
         self._passed.append(hidden.numel())
         return hidden
 
     def _check_model(self) -> None:
-        """Check that the model has the head and the loss function that were fused."""
+        """Check that the model still has the head and the loss function that were fused."""
         head = self.head.module
         if self._model.loss_function is not self._function:
             raise _changed(f"its loss function is now {name_of(self._model.loss_function)}")
@@ -203,7 +203,7 @@ class FusedLoss:
             raise _changed("its output embedding has hooks, which would see hidden states for logits")
 
     def _check_call(self, logits: Tensor, vocab_size: int | None, others: Mapping[str, object]) -> None:
-        """Check that the forward has come from the head to its loss as it did when it was asked."""
+        """Check that the forward has passed from the head to its loss as it did in the probe."""
         if self._passed != [logits.numel()]:
             raise _changed("its forward does not hand to the loss what the head gave once")
         if vocab_size not in (None, self._vocab_size):
@@ -221,8 +221,7 @@ class FusedLoss:
             found = "missing" if given is None else str(given.dtype)
             raise DataError(f"labels are {found}; the loss takes numbers of tokens, in int64.")
         if shift_labels is None:
-            # As in Hugging Face's own loss: the last token of a row predicts nothing, so its label is one that does not
-            # count.
+            # As in Hugging Face's loss: the last token of a row predicts nothing, so its label does not count.
             given = functional.pad(given, (0, 1), value=ignore_index)[..., 1:]
         given = given.reshape(-1).to(hidden.device)
 
@@ -236,7 +235,7 @@ class FusedLoss:
         is_known = (given >= 0) & (given < self._vocab_size)
         targets = torch.where(given == ignore_index, IGNORE_INDEX, torch.where(is_known, given, UNKNOWN_LABEL))
         if torch.is_grad_enabled():
-            # To look here would make the host wait, so they are kept until a loss is known to be wrong
+            # Checking them here would make the host wait, so they are kept until a loss is known to be wrong
             # (`check_labels`).
             self._labels.append((given, targets))
         return targets
@@ -248,7 +247,7 @@ class FusedLoss:
             hidden: hidden states [tokens, H].
             targets: [tokens].
             count: tokens that the step counts.
-            grads: takes the gradients; None: they are not wanted.
+            grads: takes the gradients; None: none are wanted.
         """
         stage = self.stage
         use = stage.source.enter(self.head.unit, Phase.FORWARD, stage.gradients.group)
@@ -262,12 +261,12 @@ class FusedLoss:
         # The reciprocal is taken in fp64, where a count of tokens is exact.
         scale = count.reciprocal().float()
 
-        # All dtypes are chosen by now. Autocast knows some of these operations only, so it would mix them.
+        # All dtypes are set by now. Autocast covers only some of these operations, so it would mix dtypes.
         with stage.arithmetic(), torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], self._chunk):
                 rows = slice(start, start + self._chunk)
                 loss += self._chunk_loss(rows, hidden, weights, targets, scale, grads)
-        # Divided once, at the end: a division for each chunk would round the sum of each.
+        # Divided once at the end, since a division for each chunk would round each chunk's sum.
         loss = loss / count.float()
         if stage.checks_finite:
             self.head.check_finite(self.head.leaves(use.bytes), [loss])
@@ -275,10 +274,10 @@ class FusedLoss:
         return loss
 
     def _weights(self, plane: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the head's weight [V, H] and, if it has one, bias [V]; under autocast these are copies."""
+        """Return the head's weight [V, H] and bias [V] if it has one. Under autocast these are copies."""
         by_name = dict(zip(self.head.names, self.head.leaves(plane), strict=True))
 
-        # Detached, since this forward makes the gradients itself: a graph would hold the logits of every chunk.
+        # Detached, since this forward computes the gradients itself. A graph would hold the logits of every chunk.
         return {leaf: by_name[name].detach().to(dtype) for leaf, name in self.names.items()}
 
     def _chunk_loss(
@@ -290,7 +289,7 @@ class FusedLoss:
         scale: Tensor,
         grads: _Grads | None,
     ) -> Tensor:
-        """Compute the loss of one chunk's rows. Its logits and their gradient are gone before the next chunk's come."""
+        """Compute the loss of one chunk. Its logits and their gradient are freed before the next chunk's are made."""
         weight = weights["weight"]
         bias = weights.get("bias")
         chunk = hidden[rows]
@@ -305,22 +304,22 @@ class FusedLoss:
 
 @dataclass(frozen=True, slots=True)
 class _Grads:
-    """The gradients that a fused loss makes in its forward."""
+    """The gradients that a fused loss computes in its forward."""
 
     hidden: Tensor | None
-    """The gradient of the hidden states, [tokens, H] in their dtype; None if nobody wants it."""
+    """The gradient of the hidden states, [tokens, H] in their dtype; None if it is not wanted."""
     of_head: dict[str, Tensor] = field(default_factory=dict)
-    """The gradients of the head's parameters that are trained, by the names that its module has for them, in fp32."""
+    """The fp32 gradients of the head's trained parameters, by their names in the head's module."""
 
     def begin(self, leaf: str, parameter: Tensor) -> None:
-        """Begin with zeros for a parameter of the head."""
+        """Begin the sum of a head parameter's gradient at zero."""
         # In fp32, since bf16 would round the sum after each chunk.
         self.of_head[leaf] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
 
     def add(self, rows: slice, logits_grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Add the part of one chunk's rows, from the gradient of their logits, [chunk, V]."""
+        """Add one chunk's contribution, from the gradient of its logits, [chunk, V]."""
         if self.hidden is not None:
-            # Each row has one chunk, so nothing is added up, and no fp32 copy is needed.
+            # Each row belongs to one chunk, so nothing is summed, and no fp32 copy is needed.
             torch.mm(logits_grad, weight, out=self.hidden[rows])
 
         weight_grad = self.of_head.get("weight")
@@ -332,24 +331,24 @@ class _Grads:
 
 
 def without_logits(outputs: Any) -> Any:  # noqa: ANN401 - of whichever model
-    """Return the outputs of a model with a fused loss without its logits, which it does not have."""
-    # Hidden states stand under the name of logits, where a metric would take them.
+    """Return the outputs of a model with a fused loss without logits, which it does not compute."""
+    # Hidden states stand under the name of logits, and a metric would use them as such.
     if not isinstance(outputs, ModelOutput):
         return (outputs[0], None, *outputs[2:])
 
-    # Made anew: a ModelOutput lets nobody delete one of its fields.
+    # Rebuilt, since no field of a ModelOutput can be deleted.
     fields = dict(outputs.items())
     fields.pop("logits", None)
     return type(outputs)(**fields)
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of matrix products with weights of a dtype: autocast's, if it is on for the device."""
+    """Return the dtype of matrix products with weights of a dtype: autocast's, if it is enabled on the device."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 class _LossFunction(torch.autograd.Function):
-    """The fused loss for autograd: the forward makes the gradients, the backward scales and passes them on."""
+    """The fused loss for autograd: the forward computes the gradients, the backward scales and returns them."""
 
     @staticmethod
     def forward(ctx: Any, fused: FusedLoss, hidden: Tensor, anchor: Tensor, targets: Tensor, count: Tensor) -> Tensor:  # noqa: ANN401
@@ -369,12 +368,12 @@ class _LossFunction(torch.autograd.Function):
         purpose = begin_backward(fused.stage, ctx.number)
         hidden_grad = grads.hidden
         if purpose.retains_graph:
-            # Not in place: the next backward scales the same gradient anew.
+            # Not in place, since the next backward scales the same gradient again.
             if hidden_grad is not None:
                 hidden_grad = hidden_grad * grad
             return None, hidden_grad, None, None, None
 
-        # The graph goes with this backward, so nobody reads these gradients again, and they are scaled in place.
+        # This backward frees the graph, so nothing reads these gradients again, and they are scaled in place.
         ctx.grads = None
         gradients = fused.stage.gradients
         unit = fused.head.unit
@@ -383,7 +382,7 @@ class _LossFunction(torch.autograd.Function):
             gradients.add(unit, summands)
             gradients.end_use(unit)
         elif grads.of_head:
-            # The graph goes with a backward for gradients of inputs alone, so the group must not wait for this use.
+            # A backward for gradients of inputs alone has freed the graph, so the group must not wait for this use.
             gradients.cancel_use(unit, 1)
         if hidden_grad is not None:
             hidden_grad.mul_(grad)
@@ -391,20 +390,20 @@ class _LossFunction(torch.autograd.Function):
 
 
 def _more_arguments() -> frozenset[str]:
-    """Return the arguments by name that the loss function of transformers takes, and a fused loss does not."""
-    # The first one hands what it does not know itself to the second one.
+    """Return the names of arguments that transformers' loss function supports and a fused loss does not."""
+    # The first function passes arguments that it does not know to the second.
     names: set[str] = set()
     for function in (loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy):
         parameters = inspect.signature(function).parameters
         names.update(name for name, parameter in parameters.items() if parameter.kind in _NAMED)
 
-    # The second one's names for logits and labels.
+    # The second function's names for logits and labels.
     names -= {"source", "target"}
     return frozenset(names.difference(inspect.signature(FusedLoss.__call__).parameters))
 
 
 def _changed(what: str) -> StreamedModelError:
-    """Make the error of a model that is not what it was when head and loss were fused."""
+    """Return the error about a model that was changed since its head and loss were fused."""
     return StreamedModelError(
         f"the model's loss is fused with its head, and since the model was opened {what}. The fused loss would not be "
         f"the model's own; undo that, or {_UNFUSED}."

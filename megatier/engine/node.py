@@ -1,13 +1,15 @@
-"""Puts one autograd node in place of each module of a unit, under Hugging Face's own forward.
+"""Replaces the forward of each module of a unit by an autograd node, underneath Hugging Face's own forward.
 
-The modules of a unit lie on meta. Each one's `forward` is replaced, on the instance, by a call of its node. The node
-asks for the unit's weights, binds views of their GPU slot, runs the original forward, and unbinds. Its backward asks
-again, runs the unit's backward, and hands the gradients over (`unit_function`). Masks, rotary tables, auxiliary losses
-and scales stay Hugging Face's business, which is why one node serves every family.
+A unit's modules lie on meta. Each module's `forward` is replaced on the instance. The node asks for the unit's weights,
+binds views of their GPU slot, runs the original forward, and unbinds. Its backward asks for the weights again, runs the
+unit's backward, and hands the gradients over (`unit_function`). Masks, rotary tables, auxiliary losses and scales
+remain Hugging Face's business, which is why one node serves every model family. `UnitModel` makes the nodes, and the
+thread that computes runs them.
 
-A group's batch is cut into slices along the batch dimension of its batched arguments (`Rows`). They share one binding.
+A group's batch is cut into slices along the batch dimension of its batched arguments (`Rows`). The slices share one
+binding.
 
-Source: the mechanism of gradient checkpointing (torch.utils.checkpoint) with the weights taken out as well.
+Source: activation checkpointing (torch.utils.checkpoint), with the weights taken out as well.
 """
 
 from __future__ import annotations
@@ -36,25 +38,26 @@ from megatier.tier import Phase
 
 
 class Node(BoundModule):
-    """One module of one unit, which asks for its weights whenever it is called."""
+    """One module of one unit, which asks for its weights in each call."""
 
     def _install(self) -> None:
         self.module.forward = self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
-        """Run the module's forward, with weights that come for it."""
+        """Run the module's forward, with weights that are loaded for it."""
         stage = self.stage
         if self.stays_bound:
             return self._run_bound(args, kwargs)
         if stage.alone and not stage.is_running:
             return self._run_alone(args, kwargs)
         self._check_running()
-        # Nothing comes or goes then, so the module runs on what it is given, once its first forwards were looked at.
+        # With resident weights nothing is loaded, so after the first checked forwards the module runs on its arguments
+        # directly.
         if stage.is_resident and self._forwards[False] >= FORWARDS_CHECKED:
             return self._run_resident(args, kwargs)
         training = torch.is_grad_enabled()
 
-        # A forward that is run again would append keys and values a second time: the same loss, wrong gradients.
+        # A recomputed forward would append keys and values to a cache twice: the same loss, but wrong gradients.
         if training:
             args, kwargs = without_caches(args, kwargs, self.module_name)
 
@@ -63,7 +66,7 @@ class Node(BoundModule):
 
         arguments = Arguments(args, kwargs)
         flat = [*arguments.leaves, *self._copies()]
-        # Torch computes with such tensors without complaint, and what comes of it has no numbers.
+        # Torch computes with meta tensors without an error, and the result has no numbers.
         if any(torch.is_tensor(x) and x.is_meta for x in flat):
             raise UnsupportedModelError(f"{self.module_name} was given a tensor on meta, made from an unbound weight.")
         if stage.is_learning:
@@ -75,46 +78,46 @@ class Node(BoundModule):
             arguments=arguments,
             flat=flat,
             differentiable=differentiable,
-            # Hugging Face takes hidden states by hooks on whole layers, which run outside of the node, as in any model.
-            # Only what hooks take inside of the module has to be handed out.
+            # Hugging Face captures hidden states by hooks on whole layers, which run outside the node as in any model.
+            # Only what hooks capture inside the module has to be handed out.
             collected=tuple(key for key in requested_keys() if key != "hidden_states"),
         )
 
-        # Whole, since how to cut it is what is learnt.
+        # On the whole batch, since how to cut it is not known yet.
         if stage.is_learning:
             return call.run_plain(is_cut=False)
         if not training:
             return call.evaluate(args, kwargs)
-        # No gradient passes, so no backward will follow.
+        # No gradient passes through, so no backward will follow.
         if not (self.trained or call.differentiable):
             return call.run_plain(is_cut=True)
 
         return self._run_trained(call)
 
     def _run_trained(self, call: Call) -> Any:  # noqa: ANN401
-        """Run the module's forward, of which a backward follows."""
+        """Run the module's forward, which a backward will follow."""
         stage = self.stage
         check_transforms(self.module_name)
         if self._compiled is not None:
             self._compiled.meet(call.arguments.leaves)
         inputs = call.take_inputs()
 
-        # The backward counts down what is announced here, so it is announced before autograd knows of the call.
+        # The backward counts these uses down, so they are expected before autograd knows of the call.
         if self.trained:
             stage.gradients.expect_use(self.unit, call.num_slices)
         results = UnitFunction.apply(call, stage.anchor, *inputs)  # type: ignore[no-untyped-call]
         return call.unpack(list(results))
 
     def _run_bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the module's own forward with the weights that are bound already; see `resident_modules`."""
+        """Run the module's own forward with weights that are bound already; see `resident_modules`."""
         if self._lent:
             self._copies()  # refuses a call outside of the module that lends
-        # Not around the whole forward: what runs between modules is no part of a unit.
+        # Not around the model's whole forward, since code between modules is not part of a unit.
         with self.stage.arithmetic():
             return self._forward(*args, **kwargs)
 
     def _run_resident(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the module's own forward with weights that stay where they are."""
+        """Run the module's own forward with resident weights."""
         stage = self.stage
         use = stage.source.enter(self.unit, Phase.FORWARD, stage.gradients.group)
         self.is_new = False
@@ -123,10 +126,10 @@ class Node(BoundModule):
         return self.run(weights, args, kwargs)
 
     def _copies(self) -> list[Tensor]:
-        """Return the weights that are lent to the module.
+        """Return the copies of weights that are lent to the module.
 
         Raises:
-            UnsupportedModelError: nothing is lent now.
+            UnsupportedModelError: none are lent now.
         """
         copies = []
         for name, (parameters, leaf) in self._lent.items():
@@ -141,10 +144,10 @@ class Node(BoundModule):
         return copies
 
     def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the module by itself, outside of a forward of the model, as an evaluation of its own.
+        """Run the module outside of the model's forward, as an evaluation of its own.
 
-        Nobody knows which group such a call belongs to. So no gradient passes through what it gives, and a backward
-        that comes there is refused.
+        It is not known which group such a call belongs to, so no gradient passes through its result, and a backward
+        that reaches it is refused.
         """
         assert self.stage.alone is not None
         with torch.no_grad(), self.stage.alone(f"{self.module_name} by itself"):
@@ -162,11 +165,11 @@ class Node(BoundModule):
         return tree_map_only(Tensor, severed, result)
 
     def _check_running(self) -> None:
-        """Check that this is a part of a forward of the model.
+        """Check that a forward of the model is running.
 
         Raises:
-            StreamedModelError: it is not. The weights may be those of before the last step, and no backward would find
-                the group that the call belongs to.
+            StreamedModelError: none is. The weights may be older than the last step, and no backward would find the
+                group of the call.
         """
         if not self.stage.is_running:
             raise StreamedModelError(
@@ -177,13 +180,13 @@ class Node(BoundModule):
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Lend the module copies of its weights, for code that computes with them past its forward.
+        """Lend the module copies of its weights, for code that computes with them outside its forward.
 
         They live until the backward, in addition to the slots.
         """
         self._check_running()
 
-        # The backward counts down what is announced here, so it is announced before autograd knows of the copies.
+        # The backward counts this use down, so it is expected before autograd knows of the copies.
         if self.trained and torch.is_grad_enabled():
             self.stage.gradients.expect_use(self.unit, 1)
         with torch.set_grad_enabled(bool(self.trained) and torch.is_grad_enabled()):
@@ -193,18 +196,18 @@ class Node(BoundModule):
 
 
 class Lender(Node):
-    """A module that runs layers, and lends its unit to all that it runs.
+    """A module that runs layers and lends its own unit to everything that it runs.
 
-    The unit is what the module owns itself, such as LLaVA-NeXT's `image_newline`, or what stays in fp32 inside of the
-    layers. No slot stays bound for so long. So copies lie in the places of its weights, in layers too, and live until
-    the backward. A node takes those that lie in its module as further inputs. The gradients of the copies are the
-    unit's.
+    The unit holds the parameters that the module owns itself, such as LLaVA-NeXT's `image_newline`, or those that stay
+    in fp32 inside the layers. No slot can stay bound for so long. So copies are bound in the places of its weights, in
+    layers too, and live until the backward. A node takes the copies in its module as further inputs, and their
+    gradients are the unit's.
     """
 
     compiles = False
 
     def _install(self) -> None:
-        # The forward keeps its signature, which trainers ask for.
+        # The forward keeps its signature, which trainers inspect.
         forward = self._forward
 
         @functools.wraps(forward)

@@ -1,8 +1,9 @@
-"""Keeps what a forward finds around it, so that a backward can run it again with the same result.
+"""Records the surroundings of a forward, so that a backward can recompute it with the same result.
 
 A context around the forward alone (a choice of kernels, autocast, a default dtype) is gone when the forward runs again,
-and a loop may switch things between forward and backward (`model.eval()`). So what may change a number is noted, and
-restored where it differs. What cannot be restored is refused.
+and a loop may switch settings between forward and backward (`model.eval()`). So everything that may change a number is
+recorded, and restored where it differs. What cannot be restored is refused. `unit_function` makes a `Replay` for each
+slice.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from megatier.errors import StreamedModelError
 
 _COUNTING_MODES = ("torch.utils.flop_counter", "torch.utils._debug_mode", "torch.distributed.tensor.debug._comm_mode")
-"""The modules of torch whose modes look at operators and change none."""
+"""The modules of torch whose modes only observe operators."""
 
 
 class _Setting(NamedTuple):
-    """A setting of the process on which numbers depend."""
+    """A setting of the process that numbers depend on."""
 
     name: str
     get: Callable[[], Any]
     put: Callable[[Any], object] | None
-    """None: it may follow from another one, so putting it back would not leave things as they were."""
+    """None: it may derive from another setting, so setting it would not restore the old state."""
 
 
 def _attribute(owner: Any, path: str) -> _Setting:  # noqa: ANN401 - torch's modules of settings
@@ -40,13 +41,13 @@ def _attribute(owner: Any, path: str) -> _Setting:  # noqa: ANN401 - torch's mod
 
 
 def _precision(backend: str, kind: str) -> _Setting:
-    # torch's older getters refuse to answer once somebody has used the newer setters.
+    # torch's older getters raise an error once the newer setters were used.
     get = partial(torch._C._get_fp32_precision_getter, backend, kind)
     return _Setting(f"fp32_precision of {backend} {kind}", get, None)
 
 
 def _reductions(kind: str) -> _Setting:
-    # Through torch.backends one of the two values is read alone, and the other one is written with it.
+    # torch.backends reads only one of the two values, but writes both.
     get = getattr(torch._C, f"_get_cublas_allow_{kind}_reduced_precision_reduction")
     put = getattr(torch._C, f"_set_cublas_allow_{kind}_reduced_precision_reduction")
     return _Setting(
@@ -59,7 +60,7 @@ KERNEL_ORDER = _Setting(
     "the order of attention's kernels", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
 )
 _DEFAULT_DTYPE = _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
-"""A forward may read it. What megatier itself makes never does (`defaults`), so no run depends on it."""
+"""A forward may read it. megatier's own code never does (`defaults`), so no run depends on it."""
 _SETTINGS = (
     _Setting("deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
@@ -92,13 +93,13 @@ _GPU_SETTINGS = (
     _attribute(torch.backends.cudnn, "cudnn.benchmark"),
     _attribute(torch.backends.cudnn, "cudnn.deterministic"),
 )
-"""Those that no kernel of a CPU reads."""
+"""Settings that only affect GPU kernels."""
 _THREADS = _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads)
-"""The setting of a thread on which sums on the CPU depend. With CUDA the backward has a thread of its own."""
+"""A setting of the thread, on which sums on the CPU depend. With CUDA the backward runs on another thread."""
 
 
 def settings_now(device: torch.device) -> dict[str, str]:
-    """Return the settings of the process on which numbers of a device depend, by their names.
+    """Return the settings of the process that numbers on a device depend on, by name.
 
     Args:
         device: the device that computes.
@@ -114,10 +115,10 @@ class Replay:
     """The surroundings of a forward: random state, autocast, settings, modes, and which modules train."""
 
     def __init__(self, device: torch.device, module: nn.Module) -> None:
-        """Note it. Call it just before the forward.
+        """Record them. Call this just before the forward.
 
         Args:
-            device: the device on which it computes.
+            device: the device on which the module computes.
             module: the module whose forward it is.
         """
         self._device = device
@@ -127,16 +128,16 @@ class Replay:
         self._cuda_rng: torch.Tensor | None = None
         self._settings: Sequence[_Setting] = (_DEFAULT_DTYPE, *_SETTINGS, _THREADS)
         if device.type == "cuda":
-            # Before the settings are read: the order of kernels is one of them.
+            # Before the settings are read, since the order of kernels is one of them.
             _settle_order(device)
             self._cuda_rng = torch.cuda.get_rng_state(device)
             self._settings = (_DEFAULT_DTYPE, *_SETTINGS, *_GPU_SETTINGS)
         self._values = [setting.get() for setting in self._settings]
 
-        # Of the CPU too, as torch.utils.checkpoint does: a module may compute some of it there.
+        # Autocast of the CPU too, as in torch.utils.checkpoint, since a module may compute something there.
         self._autocast: dict[str, tuple[bool, torch.dtype]] = {}
 
-        # On a CPU both are one.
+        # One kind on a CPU.
         kinds = {"cpu", device.type}
         for kind in kinds:
             self._autocast[kind] = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -144,16 +145,17 @@ class Replay:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Restore it inside. Everything is as it was afterwards, the present random state too.
+        """Restore the surroundings inside. Afterwards the present ones are back, the random state included.
 
         Raises:
-            StreamedModelError: something is otherwise that cannot be restored.
+            StreamedModelError: something differs that cannot be restored.
         """
         with contextlib.ExitStack() as stack:
             self._restore_settings(stack)
             self._restore_modes(stack)
             self._restore_training(stack)
-            # Forked before anything is set, so that the loop's own random numbers go on as if nothing had run again.
+            # Forked before anything is set, so that the loop's own random numbers continue as if nothing had been
+            # recomputed.
             stack.enter_context(torch.random.fork_rng([self._device] if self._cuda_rng is not None else []))
             torch.set_rng_state(self._cpu_rng)
             if self._cuda_rng is not None:
@@ -167,7 +169,7 @@ class Replay:
             now = setting.get()
             if now == value:
                 continue
-            # Refused only where it differs, so what cannot be put back does no harm to most runs.
+            # Refused only where it differs, so most runs never notice.
             if setting.put is None:
                 raise _refused(f"{setting.name} was {value!r} in the forward and is {now!r} in the backward")
             stack.callback(setting.put, now)
@@ -176,17 +178,17 @@ class Replay:
     def _restore_modes(self, stack: contextlib.ExitStack) -> None:
         modes, default = _modes()
 
-        # A context of torch for the default device is entered again, if the forward had another one.
+        # A default device is restored by entering torch's context for it.
         if default != self._default:
             stack.enter_context(self._default)
 
-        # A mode is somebody's code that sees each operator, so it can be neither entered nor left for them.
+        # A mode is user code that sees each operator, so we can neither enter nor leave it.
         for mode in (*modes, *self._modes):
             if not (_is_in(mode, modes) and _is_in(mode, self._modes)):
                 raise _refused(f"the mode {type(mode).__name__} is around one of forward and backward alone")
 
     def _restore_training(self, stack: contextlib.ExitStack) -> None:
-        # The common case first: to assign an attribute of each module costs the host in every layer.
+        # The common case first, since setting an attribute of each module costs host time in every layer.
         if self._training == _training(self._module):
             return
         modules = list(self._module.modules())
@@ -199,21 +201,21 @@ class Replay:
 
 @cache
 def _settle_order(device: torch.device) -> None:
-    """Let torch choose the order of attention's kernels, which it does once a process, at the first choice of a kernel.
+    """Let torch choose its order of attention kernels, which it does once in a process at the first choice of a kernel.
 
-    Until then one reads another order. Nothing is computed for it, and nobody waits for the device.
+    Until then another order is read. Nothing is computed, and the host does not wait for the device.
     """
     probe = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=device)
     torch._fused_sdp_choice(probe, probe, probe)
 
 
 def _training(module: nn.Module) -> list[bool]:
-    """Return for each module of a module whether it trains."""
+    """Return for each module in a module whether it is in training mode."""
     return [part.training for part in module.modules()]
 
 
 def _modes() -> tuple[list[Any], torch.device]:
-    """Return the modes of torch that may change what operators do, and the default device."""
+    """Return torch's active modes that may change what operators do, and the default device."""
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
     default = torch.device("cpu")
     found = []
@@ -226,7 +228,7 @@ def _modes() -> tuple[list[Any], torch.device]:
 
 
 def _is_in(mode: object, modes: list[Any]) -> bool:
-    # Modes may define equality as they like.
+    # By identity, since a mode may define equality as it likes.
     return any(mode is other for other in modes)
 
 

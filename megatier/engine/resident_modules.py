@@ -1,15 +1,15 @@
-"""Binds weights that stay where they are to all modules at once, for a whole forward.
+"""Binds resident weights to all modules at once, for a whole forward.
 
-A node binds its weights for each call of its module, since they come for it and go again. Weights that are all held on
-the GPU (`session.resident_weights`) do neither. So modules have them from a forward's beginning to its end, and run as
-those of any model: the host has little time to launch what the device computes for one token. Between two forwards
-parameters are unbound, as ever.
+A node usually binds its weights for each call of its module, since they are loaded for it and leave again. Weights that
+are all held on the GPU (`session.resident_weights`) do neither. So modules have them for a whole forward, and run like
+those of any model, which matters because the host has little time to launch the kernels of one token. Between two
+forwards the parameters are unbound.
 
-What a node checks in each call is checked once a forward: that the weights are the same tensors, and that nobody has
-written into them. Modules of which a call needs more bind their weights by themselves, as do those whose first forwards
-are looked at (`Node.can_stay_bound`).
+What a node checks in each call is checked once a forward: that the weights are the same tensors, and that nothing was
+written into them. Modules that need more in a call bind their weights by themselves, as do those in their first,
+checked forwards (`Node.can_stay_bound`).
 
-Threads: one at a time runs a forward.
+One thread at a time runs a forward.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from megatier.guards.weight_changes import changed_weight_error
 
 
 class ResidentModules:
-    """The modules of a model whose weights stay where they are."""
+    """The modules of a model with resident weights."""
 
     def __init__(self, nodes: Sequence[Node], weights: Callable[[str], Tensor]) -> None:
         """Bind nothing yet.
 
         Args:
-            nodes: those of the model.
-            weights: gives the weights of a unit by its name: uint8 [block].
+            nodes: the nodes of the model.
+            weights: returns the weights of a unit by its name: uint8 [block].
         """
         self._nodes = nodes
         self._weights = weights
         self._ready: list[Node] | None = None
-        """The nodes that are bound for a whole forward; None: what follows was not noted to its end."""
+        """The nodes that the lists below describe; None: an interrupt came while they were filled."""
         self._names: list[tuple[str, str]] = []
-        """The module and the parameter of each place of a weight."""
+        """The names of the module and the parameter of each place of a weight."""
         self._versions: list[int] = []
-        """The version of each weight, which goes up when it is written."""
+        """The version of each weight, which increases when it is written."""
 
-        # The places of weights come first, in all of these.
+        # In each of these lists the places of weights come first, followed by attributes of nodes.
         self._owners: list[dict[str, Any]] = []
-        """The dictionaries into which something is put."""
+        """The dictionaries that are written to."""
         self._keys: list[str] = []
-        """Its key there."""
+        """The key in each dictionary."""
         self._unbound: list[Any] = []
-        """What lies there between two forwards."""
+        """The value between two forwards."""
         self._bound: list[Any] = []
-        """What lies there during one."""
+        """The value during a forward."""
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """Run one forward inside, without gradients. All modules that are ready for it have their weights.
+        """Run one forward without gradients inside. All modules that can stay bound have their weights.
 
         Raises:
-            UnsupportedModelError: it changes a weight, or somebody has put another one in its place.
+            UnsupportedModelError: the forward changes a weight, or a parameter was replaced.
         """
         ready = [node for node in self._nodes if node.can_stay_bound]
         if ready != self._ready:
             self._take(ready)
 
-        # As `BoundModule` does it for one module: looked at before and after, and both functions are made before
+        # As in `BoundModule` for one module: places are checked before and after, and both functions are made before
         # either is called.
         self._check_held(self._unbound)
         bind = assignment(self._owners, self._keys, self._bound)
@@ -79,12 +79,12 @@ class ResidentModules:
         self._check_unchanged()
 
     def forget(self) -> None:
-        """Drop the weights: their memory goes to others."""
+        """Drop all references to the weights, whose memory is given to others."""
         self._take([])
 
     def _take(self, ready: list[Node]) -> None:
-        """Note what is bound for these nodes, and where."""
-        # An interrupt may come at any line, and what it leaves is not taken for that of any nodes.
+        """Fill the lists for these nodes."""
+        # An interrupt may come at any line, and half-filled lists must not be used.
         self._ready = None
         self._names, self._owners, self._keys, self._unbound, self._bound = [], [], [], [], []
         notes: list[tuple[Node, list[Tensor]]] = []
@@ -99,7 +99,7 @@ class ResidentModules:
             notes.append((node, inside))
         self._versions = [weight._version for weight in self._bound]
 
-        # Nodes know what their modules hold. They are told in the same assignment, into which no interrupt comes.
+        # Nodes know what their modules hold. Their attributes change in the same uninterruptible assignment.
         for node, inside in notes:
             self._owners += [vars(node)] * 2
             self._keys += ["held", "stays_bound"]
@@ -108,14 +108,14 @@ class ResidentModules:
         self._ready = ready
 
     def _check_held(self, tensors: Sequence[Any]) -> None:
-        """Check that nobody has put another parameter in the place of one."""
-        # The names are fewer: there is none for what nodes are told.
+        """Check that each place of a weight still holds the expected tensor."""
+        # Shorter, since attributes of nodes have no names.
         for name, owner, key, tensor in zip(self._names, self._owners, self._keys, tensors, strict=False):
             if owner.get(key) is not tensor:
                 raise changed_weight_error(*name)
 
     def _check_unchanged(self) -> None:
-        """Check that the forward has written into no weight."""
+        """Check that the forward has not written into a weight."""
         for name, weight, version in zip(self._names, self._bound, self._versions, strict=False):
             if weight._version != version:
                 raise changed_weight_error(*name)

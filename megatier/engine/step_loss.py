@@ -1,4 +1,4 @@
-"""Collects the loss of a step that has several groups, and begins its backward."""
+"""Normalises the loss of groups by the tokens of the whole step, and watches for the group's backward."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from megatier.guards.model_methods import forward_through
 
 
 class StepLoss:
-    """A model's loss function, divided by the tokens that the whole step counts. Some models do not pass them on to it.
+    """A model's loss function, divided by the tokens that the whole step counts, which some models do not pass to it.
 
-    A group's backward begins in it, even if that comes to nothing that is trained.
+    A group's backward starts here, even if it reaches no trained parameter.
     """
 
     def __init__(self, model: PreTrainedModel, stage: Stage, fused: FusedLoss | None = None) -> None:
-        """Take the place of the model's own loss function, inside the model's forward.
+        """Replace the model's loss function inside the model's forward.
 
         Args:
             model: the skeleton.
-            stage: what its nodes share.
-            fused: the loss that is fused with the head; None: the loss function that the model has in each forward.
+            stage: the state that the model's nodes share.
+            fused: the loss that is fused with the head; None: the model's current loss function is called in each
+                forward.
         """
         self.divisor: int | None = None
         """The tokens that the step counts; None: the mean over the batch is wanted."""
@@ -39,8 +40,8 @@ class StepLoss:
         self._function: Callable[..., Tensor] = model.loss_function
         self._stage = stage
         self._losses: list[tuple[Tensor, Tensor]] | None = None
-        """The losses of a forward that is weighed, each with the tensor that the model was given for it. Otherwise
-        nobody asks for them, and to hold one would be to hold the graph of its whole forward."""
+        """The losses of a weighed forward, each with the tensor that the model got for it. Otherwise None, since
+        holding a loss would hold the graph of its whole forward."""
         model.forward = forward_through(self._run, model.forward)
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -53,7 +54,7 @@ class StepLoss:
                 return forward(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
-        """Return the loss of what the model gives."""
+        """Return the loss of the model's outputs."""
         if self.divisor is not None:
             kwargs["num_items_in_batch"] = self.divisor
         loss = self._function(*args, **kwargs)
@@ -63,25 +64,25 @@ class StepLoss:
         return watched
 
     def weighed(self, forward: Callable[[], Tensor], share: float) -> Tensor:
-        """Run a forward; what the model adds to the loss (a router's balance) counts by the group's share.
+        """Run a forward in which the model's own additions to the loss (a router's balance) weigh by the group's share.
 
-        The loss function's own part is divided by what the step counts already, so that groups add up to the step's.
+        The loss function's part is already divided by the step's count, so that groups add up to the step's loss.
 
         Args:
-            forward: gives the model's loss.
-            share: the group's share of the tokens that the step counts. If it is 1, the model's loss stays as it is.
+            forward: returns the model's loss.
+            share: the group's share of the tokens that the step counts. If it is 1, the loss is unchanged.
 
         Raises:
-            UnsupportedModelError: nobody can tell which part is the loss function's.
+            UnsupportedModelError: the loss function's part cannot be told apart.
         """
-        # A weighed forward needs the loss function's part by itself, whatever the model makes of it afterwards.
+        # The loss function's part is needed by itself, whatever the model makes of it afterwards.
         losses = self._losses = []
         try:
             total = forward()
         finally:
             self._losses = None
 
-        # Most models add to it in place, so that the same tensor may come back with another value.
+        # Most models add to it in place, so the same tensor may come back with another value.
         if share == 1 or (len(losses) == 1 and total is losses[0][1] and not total._version):
             return total
 
@@ -91,20 +92,20 @@ class StepLoss:
                 "rest of its loss; set train.groups to 1."
             )
 
-        # In fp32, (1 - share) + share is 1: the gradient of the loss function's part is what it was, bit by bit.
+        # In fp32 (1 - share) + share is exactly 1, so the gradient of the loss function's part keeps its bits.
         rounded = torch.tensor(share, dtype=torch.float32, device="cpu").item()
         return torch.lerp(losses[0][0], total, rounded)
 
 
 class _Watched(torch.autograd.Function):
-    """The loss itself, with a backward that is watched. The anchor makes sure that it has one."""
+    """The identity, with a backward that is watched. The anchor makes sure that it is called."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, anchor: Tensor, stage: Stage) -> Tensor:  # noqa: ANN401
         ctx.stage = stage
         ctx.number = stage.gradients.forward
 
-        # A tensor of its own: the model may add to it in place, and `weighed` needs the loss without that.
+        # A new tensor, since the model may add to it in place, and `weighed` needs the loss without that.
         return loss.clone()
 
     @staticmethod

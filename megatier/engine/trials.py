@@ -1,6 +1,6 @@
-"""Finds out about a model before its first step, by forwards without gradients that change nothing.
+"""Finds out properties of a model before its first step, by forwards without gradients that change nothing.
 
-Each is an evaluation, which is a pass of its own. So they run before a step begins, and once.
+Each trial is an evaluation, which is a pass of its own, so trials run once, before a step begins. `Engine` runs them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatier.ranks.ranks import Ranks
 
 
 class Trials:
-    """Trial forwards of one model. All ranks make them."""
+    """The trial forwards of one model. All ranks run them."""
 
     def __init__(self, model: UnitModel, player: UnitPlayer, all_ranks: Ranks | SingleRank) -> None:
-        """Begin before anything is known.
+        """Begin with nothing known.
 
         Args:
             model: the model.
@@ -37,12 +37,12 @@ class Trials:
         self._all_ranks = all_ranks
         self._options = model.options
         self._knows_documents = False
-        """Whether it is known that the model keeps the documents of a row apart."""
+        """Whether the model is known to keep the documents of a row apart."""
         self._knows_batched = self._options.slices == 1
         """Whether nodes know which of their arguments are cut into slices."""
 
     def run(self, batch: Batch) -> None:
-        """Find out all that is not known yet, with the first group of a step.
+        """Run all trials that have not been run, with the first group of a step.
 
         Raises:
             UnsupportedModelError: the model does not keep documents apart, or rows that are cut.
@@ -58,16 +58,16 @@ class Trials:
             return
         check_rows_are_apart(self._model.skeleton, "set train.slices to 1")
 
-        # If nothing is padded, Hugging Face gives its layers no mask. Later batches may be padded, so nodes have to
-        # know whether a mask is cut: the last token is padded here.
+        # Without padding, Hugging Face gives its layers no mask. Later batches may be padded, so the last token is
+        # padded here, and nodes learn whether a mask is cut.
         if "attention_mask" in batch:
             mask = batch["attention_mask"].clone()
             mask[:, -1] = 0
             batch = {**batch, "attention_mask": mask}
 
-        # In eval mode no random number is drawn, so the step that follows has those of a run without slices.
+        # In eval mode no random number is drawn, so the next step has the same ones as in a run without slices.
         with self._model.in_eval_mode(), learning(self._model.stage):
-            # What has twice as many rows in the second one is batched (`Rows.learn`).
+            # What has twice as many rows in the second forward is batched (`Rows.learn`).
             for rows in (1, 2):
                 few = {key: value[:rows] for key, value in batch.items()}
                 with evaluating(self._model, self._player, "evaluate"):
@@ -76,7 +76,7 @@ class Trials:
         self._knows_batched = True
 
     def _try_documents(self, batch: Batch) -> None:
-        """Find out, before the first step with documents apart, whether the model keeps them so. All ranks come here.
+        """Check, before the first step with packed documents, that the model keeps them apart. All ranks call this.
 
         Raises:
             UnsupportedModelError: it does not.
@@ -84,7 +84,7 @@ class Trials:
         if self._knows_documents or "position_ids" not in batch:
             return
 
-        # A model that counts images in several directions asks for the borders only if it is given all of its rows.
+        # A model with multi-dimensional position ids asks for document borders only if it is given all of their rows.
         directions = batch["position_ids"].shape[:-2]
 
         def run(few: Batch) -> Tensor:
@@ -96,17 +96,17 @@ class Trials:
         skeleton = self._model.skeleton
         vocab_size = skeleton.config.get_text_config().vocab_size
 
-        # The check draws tokens. The step that follows has the random numbers of a run without it.
+        # The check draws tokens, from a fork of the generator: the next step has the same random numbers as without it.
         own_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with self._all_ranks.ending_run_on_error(), self._model.in_eval_mode(), own_rng:
             check_documents(run, batch["input_ids"][0], vocab_size, skeleton)
         self._knows_documents = True
 
     def try_tiles(self, run: Callable[[], object], name: str = "evaluate") -> None:
-        """Find out, before the first forward with tiles of tokens, which modules run in them. All ranks come here.
+        """Find out, before the first forward with tiles of tokens, which modules can run in them. All ranks call this.
 
         Args:
-            run: makes a forward of a few tokens.
+            run: runs a forward of a few tokens.
             name: of its pass, as for `evaluating`.
         """
         if self._model.knows_tiles:

@@ -1,10 +1,9 @@
-"""Runs forward and backward of a unit, as an autograd function that asks for weights and gives them back.
+"""Runs the forward and backward of a module as an autograd function that asks for weights and gives them back.
 
-Between the two, the graph of a slice either stays or is dropped and made again (`activation`). If it stays, what it
-saved of memory that will leave is saved as addresses, and bound again in the backward.
+In between, the graph of a slice is either kept, or dropped and recomputed (`activation`). A kept graph has saved memory
+that will be reused as addresses, which are bound again in the backward.
 
-Threads: with CUDA, a backward runs on autograd's thread. That is the one that computes then, since the main thread
-waits in `backward`.
+`Node` applies it. With CUDA a backward runs on autograd's thread, while the main thread waits in `backward`.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class _SliceGraph:
     leaves: list[Tensor]
     """Views of the unit's weights, as leaves of the graph."""
     outputs: list[GradientEdge | None]
-    """The outputs that require a gradient, as edges: tensors would keep their memory."""
+    """The outputs that require a gradient, as edges, since tensors would keep their memory."""
     rows: list[int]
     """The number of rows of each output."""
     rebinding: Rebinding
-    """Says where the memory lies that the graph has as addresses."""
+    """Binds the addresses in the graph to memory."""
 
     @classmethod
     def of(
@@ -55,7 +54,7 @@ class _SliceGraph:
             inputs=inputs,
             leaves=leaves,
             outputs=[get_gradient_edge(x) if x is not None and x.requires_grad else None for x in outputs],
-            # The number of rows is noted apart, since an edge has no shape.
+            # Kept separately, since an edge has no shape.
             rows=[0 if x is None or not x.dim() else x.shape[0] for x in outputs],
             rebinding=rebinding,
         )
@@ -63,18 +62,18 @@ class _SliceGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rerun:
-    """The record by which the forward of one slice runs again, for its backward."""
+    """What is needed to recompute the forward of one slice."""
 
     replay: Replay
-    """What stood around the forward. Each slice draws its own random numbers."""
+    """The surroundings of the forward. Each slice draws its own random numbers."""
     kept: KeptAttention | None
-    """What attention gave, if that stays."""
+    """The results of attention, if they are kept."""
     last: LastModule | None
-    """Whether the last module in tiles has to run again, if there are any."""
+    """Tells whether the last module in tiles has to be recomputed, if there are any."""
 
     @classmethod
     def of(cls, node: BoundModule) -> Self:
-        """Note what stands around a forward that is about to run."""
+        """Record the surroundings of a forward that is about to run."""
         return cls(
             replay=Replay(node.stage.device, node.module),
             kept=KeptAttention() if node.keeps_attention else None,
@@ -83,7 +82,7 @@ class _Rerun:
 
     @contextlib.contextmanager
     def around(self, node: BoundModule, *, is_again: bool) -> Iterator[None]:
-        """Surround a forward that notes what need not run again, or one that runs again without that."""
+        """Surround the first forward, which records what can be skipped, or its recomputation, which skips it."""
         with contextlib.ExitStack() as stack:
             parts = [part for part in (self.kept, self.last) if part is not None]
             for part in parts:
@@ -96,34 +95,34 @@ class _Rerun:
 
 @dataclass(slots=True, kw_only=True)
 class _ForwardRecord:
-    """The record of a forward for its backward, but for tensors that autograd saves. Lists have an entry a slice."""
+    """What a forward keeps for its backward, except for tensors that autograd saves. Lists have an entry per slice."""
 
     call: Call
-    """The use of the unit that it is."""
+    """The call."""
     forward_number: int
-    """The number of the model's forward that it is a part of."""
+    """The number of the model's forward that the call is a part of."""
     keeps_graphs: bool
-    """Whether graphs stay; else they are made again."""
+    """Whether graphs are kept; otherwise they are recomputed."""
     offloaded: int | None = None
-    """The position of the input that is offloaded; None: none is."""
+    """The position of the offloaded input; None: none is offloaded."""
     beside: SideOffload | None = None
-    """What goes off the GPU with that input."""
+    """The tensors that are offloaded together with that input."""
     graphs: list[_SliceGraph | None] = field(default_factory=list)
-    """The graphs that stay; None after the backward of a slice."""
+    """The kept graphs; None after the backward of a slice."""
     reruns: list[_Rerun] = field(default_factory=list)
-    """What is needed to make the graphs again."""
+    """What is needed to recompute the graphs."""
     given: GivenTensors | None = None
-    """The arguments as they were, which have to be the same when a graph is made again."""
+    """The state of the arguments, which must be the same when a graph is recomputed."""
     gave: list[NotedResults] = field(default_factory=list)
-    """Some numbers of the results, in the module's first forwards: those that are made again have to be the same."""
+    """Samples of the results, in the module's first forwards. Recomputed results must match them."""
     is_plain: bool = True
     """Whether the forward ran uncompiled."""
 
 
 class UnitFunction(torch.autograd.Function):
-    """Forward and backward of one use of one unit, of which all slices lie end to end.
+    """The forward and backward of one call, whose slices lie end to end.
 
-    Its context holds a `_ForwardRecord`.
+    The autograd context holds a `_ForwardRecord`.
     """
 
     @staticmethod
@@ -132,19 +131,19 @@ class UnitFunction(torch.autograd.Function):
         node = call.node
         stage = node.stage
 
-        # Asked once: a compiler that refuses the module changes the answer in the forward below.
+        # Asked only here, since a compiler that refuses the module changes the answer during the forward.
         keeps = node.keeps_graph
         record = _ForwardRecord(call=call, forward_number=stage.gradients.forward, keeps_graphs=keeps)
         ctx.record = record
         present = _offload_input(record, inputs)
 
-        # Slices of one call see the same arguments, so none may change them for the next one, whether graphs stay or
+        # All slices of a call see the same arguments, so none may change them for the next, whether graphs are kept or
         # not.
         given = GivenTensors(call.flat) if call.num_slices > 1 or not keeps else None
         left = StateBefore(node.module) if node.is_new and not keeps else None
         record.given = None if keeps else given
 
-        # No `finally` gives the weights back. After an error the step is abandoned, and the player takes back all.
+        # Not in a `finally`: after an error the step is abandoned, and the player takes everything back.
         use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
         leaves = node.leaves(use.bytes)
         leaving = [use.bytes] if record.offloaded is None else [use.bytes, present[record.offloaded]]
@@ -152,7 +151,7 @@ class UnitFunction(torch.autograd.Function):
 
         for slice_inputs, flat in call.cut(present):
             outputs = _run_slice(record, leaves, leaving, slice_inputs, flat)
-            # Detached: outside, the graph goes on with this function.
+            # Detached, since outside this function autograd continues with the function itself.
             of_slices.append([None if x is None else x.detach() for x in outputs])
 
         if given is not None:
@@ -160,13 +159,13 @@ class UnitFunction(torch.autograd.Function):
         if left is not None:
             left.check(node.module_name)
 
-        # Asked again: a compiler that refused the module in this forward has left it uncompiled.
+        # Asked again, since a compiler that refused the module has left it uncompiled.
         record.is_plain = node.is_plain
-        # Given back before the slices are joined, so that the next load into this slot may start.
+        # Given back before the slices are concatenated, so that the next load into this slot can start.
         use.leave()
         results = concatenate(of_slices)
 
-        # A graph that stays has saved what it needs of the inputs.
+        # A kept graph has already saved what it needs of the inputs.
         if not keeps:
             ctx.save_for_backward(*(None if i == record.offloaded else x for i, x in enumerate(present)))
         ctx.mark_non_differentiable(*(x for x in results if x is not None and not x.is_floating_point()))
@@ -174,20 +173,20 @@ class UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Hand the gradients of the weights over, and return those of the inputs."""
+        """Add up the gradients of the weights, and return those of the inputs."""
         record: _ForwardRecord = ctx.record
         call = record.call
         node = call.node
         stage = node.stage
         purpose = begin_backward(stage, record.forward_number)
-        # A backward for gradients of inputs alone uses the weights as a forward does (`Leg.INPUTS`).
+        # A backward for gradients of inputs alone uses weights like a forward (`Leg.INPUTS`).
         phase = Phase.BACKWARD if purpose.trains else Phase.FORWARD
         if purpose.retains_graph:
             _check_retain_graph(record)
         if record.given is not None:
             record.given.check(node.module_name, "between its forward and its backward")
 
-        # The activation first: it was asked for while the unit before was worked on.
+        # The activation first, since its load was started during the backward of the unit before.
         fetched = _fetch(record)
         use = stage.source.enter(node.unit, phase, stage.gradients.group)
         input_grads: list[list[Tensor | None]] = []
@@ -208,7 +207,8 @@ class UnitFunction(torch.autograd.Function):
                 output_grads = _cut_grads(grads, graph.rows, index, call.num_slices)
                 found = _grads(graph.outputs, output_grads, wanted, retains=retains)
 
-            # The graph of this slice goes before the gradients are added up, and before the next slice makes its own.
+            # This slice's graph is freed before its gradients are added up, and before the next slice recomputes its
+            # own.
             del graph, trained, wanted
             if node.trained and purpose.trains:
                 summands = list(zip(node.trained, found[num_inputs:], strict=True))
@@ -216,14 +216,14 @@ class UnitFunction(torch.autograd.Function):
                 del summands
             input_grads.append(list(found[:num_inputs]))
 
-            # Nor may the gradients of the weights outlast it: they are as large as these.
+            # The gradients of the weights are freed too, since they are as large as the weights.
             del found
 
-        # The tensors that came back are held no longer than the graphs that read them.
+        # The fetched tensors are held no longer than the graphs that read them.
         if record.beside is not None:
             record.beside.set_fetched(())
 
-        # The weights go first: `end_use` may wait for the sum of the group before, and no load should wait for that.
+        # Weights are given back first: `end_use` may wait for the last group's sum, and no load should wait for that.
         use.leave()
         if node.trained and purpose.trains:
             stage.gradients.end_use(node.unit)
@@ -235,19 +235,19 @@ class UnitFunction(torch.autograd.Function):
 def _run_slice(
     record: _ForwardRecord, leaves: list[Tensor], leaving: Sequence[Tensor], inputs: list[Tensor], flat: Sequence[Any]
 ) -> list[Tensor | None]:
-    """Run the module on one slice, and note what its backward needs; returns the outputs, with their graph.
+    """Run the module on one slice, and record what its backward needs. Return the outputs with their graph.
 
     Args:
-        record: takes the note.
+        record: the record of the call.
         leaves: views of the unit's weights.
-        leaving: the memory that is other memory in the backward.
+        leaving: the memory that will be elsewhere in the backward.
         inputs: the differentiable inputs of the slice, as leaves.
         flat: all flat inputs of the slice.
     """
     node = record.call.node
     rebinding = Rebinding(node.module_name, *leaving, beside=record.beside, given=flat)
 
-    # Noted before the forward, which may draw random numbers and change settings.
+    # Recorded before the forward, which may draw random numbers and change settings.
     rerun = None if record.keeps_graphs else _Rerun.of(node)
     with contextlib.ExitStack() as around:
         around.enter_context(torch.enable_grad())
@@ -262,7 +262,7 @@ def _run_slice(
         check_inside(node.module_name, outputs, [*inputs, *leaves], node.stage.model)
 
     if rerun is None:
-        # Autograd holds the leaf of an offloaded input. Its bytes may go: what was saved of it is an address.
+        # Autograd holds the leaf of an offloaded input. Its memory can be freed, since the graph has saved an address.
         if record.offloaded is not None:
             leaf = inputs[record.offloaded]
             leaf.data = leaf.data.new_empty(0)
@@ -278,12 +278,12 @@ def _run_slice(
 
 
 def _offload_input(record: _ForwardRecord, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Start offloading the largest input, if the policy says so, and note which; returns the inputs to work with."""
+    """Start offloading the largest input if the policy says so. Return the inputs to work with."""
     call = record.call
     node = call.node
     result = list(inputs)
 
-    # What lies in a container stays: other units read it as well. So do weights that are lent.
+    # Tensors in containers stay, since other units read them too. So do weights that are lent.
     stays = call.arguments.carried
     own = [i for i, at in enumerate(call.differentiable) if at not in stays and not call.is_lent(at)]
     if node.activations.offloads_input and own:
@@ -292,7 +292,7 @@ def _offload_input(record: _ForwardRecord, inputs: Sequence[Tensor]) -> list[Ten
         record.offloaded = largest
         result[largest] = tensor
 
-        # The input goes first, and comes back first: what goes beside it is told apart by its place in that order.
+        # The input is offloaded and fetched first. Other tensors are identified by their place in that order.
         source = node.stage.source
         source.stash(node.unit, tensor)
         if node.stage.offloads_attention:
@@ -302,7 +302,7 @@ def _offload_input(record: _ForwardRecord, inputs: Sequence[Tensor]) -> list[Ten
 
 
 def _fetch(record: _ForwardRecord) -> list[Tensor]:
-    """Bring the offloaded input back, if there is one, and what went with it."""
+    """Fetch the offloaded input, if there is one, and what was offloaded with it."""
     if record.offloaded is None:
         return []
     node = record.call.node
@@ -313,7 +313,7 @@ def _fetch(record: _ForwardRecord) -> list[Tensor]:
 
 
 def _saved_inputs(record: _ForwardRecord, saved: Sequence[Tensor], fetched: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inputs of the forward, with the offloaded one in its place."""
+    """Return the inputs of the forward, the offloaded one included."""
     inputs = list(saved)
     if record.offloaded is not None:
         inputs[record.offloaded] = fetched[0]
@@ -321,10 +321,10 @@ def _saved_inputs(record: _ForwardRecord, saved: Sequence[Tensor], fetched: Sequ
 
 
 def _check_retain_graph(record: _ForwardRecord) -> None:
-    """Refuse a backward with retain_graph=True over a graph that serves one backward only.
+    """Check that a graph can serve a backward with retain_graph=True.
 
     Raises:
-        StreamedModelError: it does.
+        StreamedModelError: it serves one backward only.
     """
     node = record.call.node
     if record.offloaded is not None:
@@ -341,13 +341,13 @@ def _check_retain_graph(record: _ForwardRecord) -> None:
 
 
 def _take_graph(record: _ForwardRecord, index: int, purpose: Purpose, *regions: Tensor) -> _SliceGraph:
-    """Return the graph of a slice that the forward left, bound to where its memory lies now."""
+    """Return the kept graph of a slice, bound to where its memory lies now."""
     graph = record.graphs[index]
     if graph is None:
         raise RuntimeError(GRAPH_FREED)
     graph.rebinding.bind(*regions)
 
-    # Autograd frees what it saved as it goes, but only if nobody else holds the graph.
+    # Autograd frees saved tensors as it goes, but only if nothing else holds the graph.
     if not purpose.retains_graph:
         record.graphs[index] = None
     return graph
@@ -356,7 +356,7 @@ def _take_graph(record: _ForwardRecord, index: int, purpose: Purpose, *regions: 
 def _make_graph(
     record: _ForwardRecord, index: int, cut: tuple[list[Tensor], list[Any]], weights: Tensor
 ) -> _SliceGraph:
-    """Make the graph of a slice again, from what `Call.cut` gives for it."""
+    """Recompute the graph of a slice, from what `Call.cut` gives for it."""
     node = record.call.node
     inputs, flat = cut
     leaves = node.leaves(weights)
@@ -365,12 +365,12 @@ def _make_graph(
     if rerun.kept is not None and record.beside is not None:
         rerun.kept.replace(record.beside.restore)
 
-    # Autograd would take a weight's own bits, written into it, for a change since it was saved.
+    # A weight that the forward rewrites with its own bits would count as changed since it was saved.
     hooks = rebinding.hooks() if node.is_written else contextlib.nullcontext()
     with torch.enable_grad(), rerun.replay.again(), hooks, rerun.around(node, is_again=True):
         outputs = record.call.run(leaves, flat)
 
-    # What a spared module gives is made up.
+    # The result of a skipped module is only a placeholder.
     is_spared = rerun.last is not None and rerun.last.is_spared
     if record.gave and not is_spared:
         is_plain = record.is_plain and node.is_plain
@@ -380,7 +380,7 @@ def _make_graph(
 
 
 def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, count: int) -> list[Tensor | None]:
-    """Return the rows of each output's gradient that belong to one slice of so many."""
+    """Return the rows of each output's gradient that belong to one slice."""
     if count == 1:
         return list(grads)
     return [
@@ -404,13 +404,13 @@ def _grads(
             edges.append(edge)
             output_grads.append(grad)
 
-    # Autograd refuses to be asked for nothing.
+    # Autograd raises an error for empty lists.
     if not (edges and inputs):
         return [None] * len(inputs)
     try:
         return torch.autograd.grad(edges, inputs, output_grads, retain_graph=retains, allow_unused=True)
     except RuntimeError as error:
-        # torch's own refusal, from inside of such a hook.
+        # torch raises this from inside such a hook.
         if "_will_engine_execute_node" not in str(error):
             raise
         raise StreamedModelError(
@@ -420,7 +420,7 @@ def _grads(
 
 
 def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | None]:
-    """Lay gradients of batched inputs end to end, and add up those of inputs that all slices share."""
+    """Concatenate gradients of batched inputs, and add up those of inputs that all slices share."""
     if len(parts) == 1:
         return parts[0]
     joined: list[Tensor | None] = []
@@ -432,7 +432,7 @@ def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | N
         elif call.is_cut(position):
             joined.append(torch.cat(present))
         else:
-            # In the order of the slices, always: a sum in another order has other bits.
+            # Always in the order of the slices, since the order changes the bits of a sum.
             total = present[0]
             for grad in present[1:]:
                 total = total + grad

@@ -1,7 +1,7 @@
-"""Makes a skeleton compute under the engine: with a node on every module that uses a unit, and its loss.
+"""Turns a skeleton into a model that runs unit by unit: a node on every module that uses a unit, and the loss.
 
-The skeleton's parameters lie on meta for good. The nodes bring weights while a module runs. The loss counts the tokens
-of a whole step.
+The skeleton's parameters stay on meta. Nodes bind weights while a module runs, and the loss counts the tokens of the
+whole step. `Session` makes a `UnitModel` for the `Engine`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 
 Batch = Mapping[str, Tensor]
-"""What a model is called with: input_ids and labels [B, T], and whatever else it takes."""
+"""The arguments of a model: input_ids and labels [B, T], and others."""
 
 
 class UnitModel:
-    """A Hugging Face model that runs unit by unit, because nodes are installed on its modules."""
+    """A Hugging Face model that runs unit by unit, through nodes on its modules."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class UnitModel:
     ) -> None:
         """Install nodes on every module that uses a unit. Buffers move to the device, in the dtype they compute in.
 
-        If the loss cannot be fused with this model's head, it is not, and a warning says so.
+        If the loss cannot be fused with this model's head, a warning says so.
 
         Args:
             skeleton: the Hugging Face model, whose parameters lie on meta.
             units: all of the model's units.
-            player: brings weights and takes gradients.
+            player: loads weights and takes gradients.
             meter: measures the gradients.
             options: numeric choices and policies.
             all_ranks: the ranks that compute the groups of a step, or the process that computes all of them.
@@ -99,11 +99,11 @@ class UnitModel:
             tower_attention=TowerAttention.of(skeleton),
             is_running=False,
         )
-        """What its nodes share."""
+        """The state that its nodes share."""
 
-        # The skeleton's forward is asked while it is as it was loaded: no node is installed yet.
+        # The skeleton's forward is probed before any node is installed.
         self.fuses_loss = options.fused_loss and can_fuse(skeleton, units)
-        """Whether head and loss are one node. Then the model gives no logits."""
+        """Whether head and loss are one node, so that the model returns no logits."""
         bound = [
             (unit, name, bindings(skeleton, unit, name), _lent(skeleton, units, unit, name))
             for unit in units
@@ -114,24 +114,24 @@ class UnitModel:
         self.nodes = [self._node(unit, name, places, lent) for unit, name, places, lent in bound]
         """The nodes, in the order of units. A module may have several."""
         self._hooked: set[str] = set()
-        """The modules of whose hooks a warning has told."""
+        """The modules whose hooks were mentioned in a warning."""
         self.knows_tiles = not any(node.tiled for node in self.nodes)
-        """Whether it is known which modules run in tiles of tokens."""
+        """Whether it is known which modules can run in tiles of tokens."""
         install_sums(self.nodes)
 
-        # The order of the two is the order of wrapping: the step's loss divides what the fused one gives.
+        # In this order, since the step's loss wraps the fused one.
         self._fused = FusedLoss(skeleton, self.head(), options.loss_chunk) if self.fuses_loss else None
         self._step_loss = StepLoss(skeleton, self.stage, self._fused)
         self.check_outputs = OutputCheck(skeleton)
-        """Looks for lost gradients in the graphs of the first losses."""
+        """Checks the graphs of the first losses for lost gradients."""
 
     def close(self) -> None:
-        """Let go of the tiers' memory."""
-        # The model is part of circles of references. What it holds would stay until these are collected.
+        """Drop all references to the tiers' memory."""
+        # The model is part of reference cycles, so what it holds would stay until they are collected.
         self.forget({node.unit for node in self.nodes})
 
     def forget(self, units: Container[str]) -> None:
-        """Drop the views of these units' weights, wherever they lie: some of that memory goes to others."""
+        """Drop the cached views of these units' weights, before their memory is given to others."""
         for node in self.nodes:
             if node.unit in units:
                 node.forget_leaves()
@@ -140,7 +140,7 @@ class UnitModel:
         """Return the node of the output embedding.
 
         Raises:
-            UnsupportedModelError: it has none of its own.
+            UnsupportedModelError: the model has no separate one.
         """
         head = self.skeleton.get_output_embeddings()
         found = next((node for node in self.nodes if node.module is head), None)
@@ -166,7 +166,7 @@ class UnitModel:
         with self._taking(batch) as inputs:
 
             def forward() -> Tensor:
-                # A cache of keys and values is for generation, and would hold them past the layer that made them.
+                # A key-value cache serves generation only, and would hold keys and values past their layer.
                 loss: Tensor = self.skeleton(**inputs, use_cache=False).loss
                 return loss
 
@@ -174,17 +174,17 @@ class UnitModel:
 
     @contextmanager
     def _taking(self, batch: Batch) -> Iterator[Batch]:
-        """Run one forward on a batch inside; yields the batch as the model takes it.
+        """Run one forward on a batch inside. Yield the batch as the model takes it.
 
         Raises:
-            UnsupportedModelError: documents of one row are to be kept apart, and the model never asked where they end.
+            UnsupportedModelError: the batch packs documents, and the model never asked where they end.
         """
         is_packed = "position_ids" in batch
         answer = _document_numbers if is_packed else _is_in_order
         with _answering(answer, self._masks) as asked, self.running():
             yield self.on_device(batch)
 
-        # Looked at afterwards, when the model has made all of its masks.
+        # Checked afterwards, when the model has made all of its masks.
         if is_packed and not asked:
             raise UnsupportedModelError(
                 f"{type(self.skeleton).__name__} makes its masks without position_ids, so that documents of one "
@@ -193,10 +193,10 @@ class UnitModel:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run one forward of the model inside. Its modules get weights nowhere else.
+        """Run one forward of the model inside. Modules get weights only here.
 
         Raises:
-            UnsupportedModelError: it computes with a weight past the module that owns it, where that is not bound.
+            UnsupportedModelError: the forward uses a weight outside the module that owns it, where it is not bound.
         """
         was_running = self.stage.is_running
         self.stage.is_running = True
@@ -218,13 +218,13 @@ class UnitModel:
         return logits
 
     def begin_step(self) -> None:
-        """Say that the forwards of a step follow."""
+        """Prepare for the forwards of a step."""
         self._look_over()
         if self._fused is not None:
             self._fused.begin_step()
 
     def check_labels(self) -> None:
-        """Look for the labels that make a loss NaN, once it is known that something is.
+        """Check for labels that make a loss NaN, once something is known not to be finite.
 
         Raises:
             DataError: a label of the open step is outside of the vocabulary.
@@ -242,14 +242,14 @@ class UnitModel:
     def _on_gpu(self, value: Tensor) -> Tensor:
         if value.is_cuda:
             return value
-        # By way of pinned memory: the host would wait for any other copy, and for all that are queued before it. Torch
-        # pins no tensor that has one number in several places, as an expanded one does.
+        # Through pinned memory, or the host would wait for this and all queued copies. Torch cannot pin a tensor whose
+        # elements overlap, as in an expanded one.
         pinned = value.contiguous().pin_memory()
         return pinned.to(self.options.device, non_blocking=True)
 
     @contextmanager
     def in_eval_mode(self) -> Iterator[None]:
-        """Set all modules to evaluate for a while. Then each has its own mode again, maybe another than the model's."""
+        """Put all modules into eval mode inside. Afterwards each one has its own mode again."""
         modes = [(module, module.training) for module in self.skeleton.modules()]
         self.skeleton.eval()
 
@@ -260,13 +260,13 @@ class UnitModel:
                 module.training = mode
 
     def _look_over(self) -> None:
-        """Look over the modules before a step, since users and trainers may change them at any time.
+        """Check the modules before a step, since users and trainers may change them at any time.
 
-        Hugging Face's own recompute, which would call nodes again in the backward, is switched off; see `activation`. A
-        warning names hooks that ours calls again.
+        Hugging Face's gradient checkpointing, which would call nodes again in the backward, is switched off; see
+        `activation`. A warning names hooks that a recomputation calls again.
 
         Raises:
-            StreamedModelError: a module of a unit is no part of the model any more, or was compiled.
+            StreamedModelError: a unit's module is no longer a part of the model, or was compiled.
         """
         held: set[int] = set()
         is_hooked = bool(hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks)
@@ -275,7 +275,7 @@ class UnitModel:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
             is_hooked = is_hooked or bool(module._forward_hooks or module._forward_pre_hooks)
             held.add(id(module._parameters))
-            # The model itself may be compiled, since its own forward is left out of that (`forward_through`).
+            # The model itself may be compiled, since its forward is excluded from that (`forward_through`).
             if module._compiled_call_impl is not None and module is not self.skeleton:
                 raise StreamedModelError(
                     f"a {type(module).__name__} was compiled after the model was opened, and its weights come and go "
@@ -300,15 +300,15 @@ class UnitModel:
 
     @property
     def tiles(self) -> dict[str, Decision]:
-        """What was found out about each module that may run in tiles of tokens, by its path; checkpoints note it."""
+        """The decision about each module that may run in tiles of tokens, by its path. Checkpoints store it."""
         decisions = {path: tiled.decision for path, _, tiled in self._may_be_tiled()}
         return {path: decision for path, decision in decisions.items() if decision is not None}
 
     def take_tiles(self, decided: Mapping[str, Decision]) -> None:
-        """Go by what was found out before the run was resumed. Modules that are missing there are tried.
+        """Use the decisions of the run that is resumed. Modules without one are tried.
 
         Args:
-            decided: `tiles` of that time; empty in checkpoints of older versions.
+            decided: the value of `tiles` then; empty in checkpoints of older versions.
         """
         for path, _, tiled in self._may_be_tiled():
             if path in decided:
@@ -317,9 +317,9 @@ class UnitModel:
 
     @contextmanager
     def trying_tiles(self, all_ranks: Ranks | SingleRank) -> Iterator[None]:
-        """Surround one forward without gradients, in which each module finds out whether it can run in tiles of tokens.
+        """Surround one forward without gradients, in which each module tries whether it can run in tiles of tokens.
 
-        Those that cannot run whole from then on, and a warning names them.
+        Modules that cannot will run whole, and a warning names them.
 
         Args:
             all_ranks: all ranks, each of which comes here with a batch of its own.
@@ -329,7 +329,7 @@ class UnitModel:
             tiled.try_next(why_joined)
         yield
 
-        # Ranks have tried with other tokens, and have to compute alike. The first one has those with which a single
+        # Ranks have tried different tokens, but must compute alike. The first rank has those with which a single
         # process would have tried.
         decided = all_ranks.broadcast(lambda: [tiled.decision for tiled in undecided])
         for tiled, decision in zip(undecided, decided, strict=True):
@@ -339,11 +339,12 @@ class UnitModel:
         self.knows_tiles = True
 
     def _check_tiles(self) -> None:
-        """Note whether all is known, and warn of modules that run whole."""
+        """Update `knows_tiles`, and warn about modules that run whole."""
         candidates = list(self._may_be_tiled())
         self.knows_tiles = all(tiled.decision is not None for _, _, tiled in candidates)
 
-        # Once for each kind of module, since layers are alike. Inside of one that runs in tiles, all get no more.
+        # Once for each class of module, since layers are alike. Modules inside one that runs in tiles see no more
+        # tokens anyway.
         warned_of: set[str] = set()
         for path, is_inside, tiled in candidates:
             if tiled.why_whole is None or is_inside:
@@ -355,9 +356,9 @@ class UnitModel:
                 warnings.warn(warning, stacklevel=2)
 
     def _may_be_tiled(self) -> Iterator[tuple[str, bool, TiledModule]]:
-        """Yield each module that may run in tiles: its path, whether one around it runs in tiles, and what runs it."""
+        """Yield each module that may run in tiles: its path, whether one around it runs in tiles, and its wrapper."""
         for node in self.nodes:
-            # The node's own module has the empty name, with which every name begins.
+            # The node's own module has the empty name, which is a prefix of every name.
             cut = [name for name, tiled in node.tiled.items() if tiled.is_cut]
             prefixes = tuple(f"{name}.".lstrip(".") for name in cut)
             for name, tiled in node.tiled.items():
@@ -372,7 +373,7 @@ class UnitModel:
         node = kind(
             self.stage,
             unit.name,
-            # Ranges of experts are nodes of one module, so its own name would not tell them apart in messages.
+            # Ranges of experts are nodes of one module, so the module's name would not identify them in messages.
             name if unit.experts is None else unit.name,
             module,
             places,
@@ -382,7 +383,7 @@ class UnitModel:
             experts=unit.experts,
         )
 
-        # Several modules of one layer: the layer's own forward calls them, and might take a weight of one by itself.
+        # If a layer has several modules with nodes, the layer's own forward might use a weight of one directly.
         if unit.is_layer and len(unit.module_names) > 1:
             guard(node)
 
@@ -390,7 +391,7 @@ class UnitModel:
 
 
 def _arithmetic(options: EngineOptions) -> Callable[[], AbstractContextManager[object]]:
-    """Return the context of each forward and backward of a unit."""
+    """Return the context manager for each forward and backward of a unit."""
     if options.fp32_products:
         return Fp32Products
     if options.any_shape and options.device.type == "cuda":
@@ -399,7 +400,7 @@ def _arithmetic(options: EngineOptions) -> Callable[[], AbstractContextManager[o
 
 
 def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: str) -> list[Binding]:
-    """Return the places below one module of a unit in which weights lie that are lent to it by a module around it."""
+    """Return the places in a module where an enclosing module puts copies of its own weights."""
     if user.is_lent or user.experts is not None:
         return []
 
@@ -411,21 +412,21 @@ def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: st
 
 
 def num_counted(batch: Batch) -> int:
-    """Return the number of tokens whose prediction counts. Nothing predicts the first token of a row."""
+    """Return the number of counted tokens. Nothing predicts the first token of a row."""
     return int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
 
 
 @contextmanager
 def _answering(answer: Callable[[Tensor], Tensor | None], masks: BlockMasks) -> Iterator[list[Tensor]]:
-    """Answer Hugging Face for a while whether position ids restart within a row; yields those that it asks about.
+    """Tell Hugging Face whether position ids restart within a row; yields the ids asked about.
 
-    Hugging Face would read them from the device. The host would wait for that, and for all work and copies that are
-    queued before. Masks by blocks are made by `masks`.
+    Hugging Face would read them from the device, and the host would wait for all queued work and copies. Block masks
+    are made by `masks`.
     """
     asked = list[Tensor]()
 
     def known(position_ids: Tensor) -> Tensor | None:
-        # Noted, since a model that never asks cannot keep documents apart.
+        # Recorded, since a model that never asks cannot keep documents apart.
         asked.append(position_ids)
         return answer(position_ids)
 
@@ -434,10 +435,10 @@ def _answering(answer: Callable[[Tensor], Tensor | None], masks: BlockMasks) -> 
 
 
 def _is_in_order(position_ids: Tensor) -> Tensor | None:
-    """Answer for rows that hold one document each."""
+    """Answer for rows of one document each."""
     return None
 
 
 def _document_numbers(position_ids: Tensor) -> Tensor:
-    """Answer for rows that hold several documents: the number of each token's document in its row, from 0."""
+    """Answer for rows of several documents: each token's document number in its row."""
     return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
