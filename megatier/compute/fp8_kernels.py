@@ -1,7 +1,7 @@
-"""A Triton kernel that transposes a matrix to FP8, and may multiply and round its rows on the way.
+"""A Triton kernel that transposes a matrix to FP8, and optionally scales and rounds its rows first.
 
-A compiler that transposes a matrix within another kernel reads or writes it one byte at a time, with the length of a
-row between two bytes. Here reads and writes are both along rows of memory.
+A transpose that the compiler fuses into another kernel reads or writes single bytes, a row's length apart. Here both
+reads and writes go along rows of memory. `fp8.transpose_fp8` is the caller.
 
 Import it only if CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
 """
@@ -17,11 +17,11 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 BLOCK = 128
-"""Rows and columns of the block of one program: 16 KiB of FP8."""
+"""The side of one program's block: 16 KiB of FP8."""
 _NUM_WARPS = 8
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["rows"])
-"""Kernels are not specialized on the number of rows, since it is that of a batch's tokens."""
+"""Not specialised on the number of rows, which is the number of tokens of a batch."""
 
 
 def transpose(matrix: Tensor, factor: Tensor | None, padded: int) -> Tensor:
@@ -38,7 +38,7 @@ def transpose(matrix: Tensor, factor: Tensor | None, padded: int) -> Tensor:
     rows, columns = matrix.shape
     result = torch.empty(columns, padded, dtype=torch.float8_e4m3fn, device=matrix.device)
 
-    # Without a factor the numbers do not change, so they are moved as bytes.
+    # Without a factor the numbers stay the same, so they are moved as bytes.
     has_factor = factor is not None
     source, target = matrix, result
     if not has_factor:
@@ -63,7 +63,7 @@ def _transpose_block(
     size: tl.constexpr,
 ) -> None:
     """Transpose one block."""
-    # 64 bits: a matrix may have more than 2^31 elements.
+    # In 64 bits, since a matrix may have more than 2^31 elements.
     first_row = tl.program_id(0).to(tl.int64) * size
     row = first_row + tl.arange(0, size)
     first_column = tl.program_id(1).to(tl.int64) * size
@@ -78,7 +78,7 @@ def _transpose_block(
         block = block.to(tl.float32) * of_rows[:, None]
         block = block.to(target.dtype.element_ty)
 
-    # The block is transposed after rounding, so that threads exchange half as many bytes.
+    # Transposed after rounding, so that threads exchange half as many bytes.
     is_wanted = (column[:, None] < columns) & (row[None, :] < padded)
     block = tl.where(is_there, block, tl.zeros_like(block))
     write_to = target + column[:, None] * padded + row[None, :]

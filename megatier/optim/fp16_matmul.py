@@ -1,8 +1,8 @@
-"""Multiplies matrices of fp16 on the device where they lie, symmetric products at half the cost on a GPU.
+"""Multiplies fp16 matrices on their device. On a GPU, symmetric products take half the work.
 
-Products are summed in fp32 and rounded once, after all that is added. The bits of each depend on its own two factors,
-and not on what else shares a call: a CPU multiplies one pair after the other, in memory of their own, whose alignment
-libraries choose their kernels by.
+Products are summed in fp32 and rounded once, after everything is added. The bits of each product depend only on its two
+factors, not on what else is in the call. For this, the CPU multiplies one pair at a time, in newly allocated memory,
+since libraries choose kernels by alignment. `newton_schulz` is the caller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 SIDE = 128
-"""Every side of a factor on a GPU is a multiple of this, so that no tile has to look for its end."""
+"""On a GPU, every side of a factor is a multiple of this, so that no tile is cut."""
 
 
 def symmetric_matmul(
@@ -25,14 +25,14 @@ def symmetric_matmul(
     diagonal: float = 0.0,
     columns: bool = False,
 ) -> Tensor:
-    """Compute scale * left @ right.T + diagonal * I, and what is added, which is known to be symmetric.
+    """Compute scale * left @ right.T + diagonal * I plus `added`, which the caller knows to be symmetric.
 
     Args:
         left: contiguous fp16 [.., M, K], or [.., K, M] with `columns`.
-        right: the same; it may be the same tensor.
+        right: like `left`; it may be the same tensor.
         scale: see above.
-        added: at most two matrices, contiguous fp16 [.., M, M] and symmetric, each behind its factor.
-        diagonal: what is added to the diagonal.
+        added: at most two (factor, matrix) pairs, each matrix contiguous fp16 [.., M, M] and symmetric.
+        diagonal: the number that is added to the diagonal.
         columns: whether both factors are stored transposed.
 
     Returns:
@@ -53,15 +53,15 @@ def symmetric_matmul(
             total.add_(_as_fp32(other, index), alpha=factor)
         total.diagonal().add_(diagonal)
 
-        # A library may sum the two halves in different orders. So one is mirrored, as kernels on a GPU do it.
+        # A library may sum the two halves in different orders, so one is mirrored, as the GPU kernels do.
         return total.triu() + total.triu(1).mT
 
     return _one_by_one(one, left)
 
 
 def matmul(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """Compute scale * left @ right; both are contiguous fp16 [.., M, K] and [.., K, N], and so is what is returned."""
-    # The library's kernels for one product are its fastest, but those for several may add up in another order.
+    """Compute scale * left @ right of contiguous fp16 [.., M, K] and [.., K, N]. The result is contiguous fp16 too."""
+    # The library is fastest for a single product, but its batched kernels may sum in another order.
     if left.ndim == 2:
         return library_matmul(left, right, scale)
     if not left.is_cuda:
@@ -77,9 +77,9 @@ def library_matmul(left: Tensor, right: Tensor, scale: float, *, added: tuple[fl
 
     Args:
         left: fp16 [M, K]; it may be a transposed view.
-        right: fp16 [K, N]; the same.
+        right: fp16 [K, N]; it may be a transposed view.
         scale: see above.
-        added: what is added, a factor and fp16 [M, N].
+        added: a factor and an fp16 [M, N] matrix to add.
 
     Returns:
         fp16 [M, N].
@@ -94,18 +94,18 @@ def library_matmul(left: Tensor, right: Tensor, scale: float, *, added: tuple[fl
         factor, other = added
         return torch.addmm(other, left, right, beta=factor, alpha=scale)
 
-    # Matmul has no scale, and scaling its result would round twice. With beta 0 nothing of `result` is read.
+    # `matmul` has no scale, and scaling its result would round twice. With beta 0, `result` is not read.
     result = left.new_empty(left.shape[0], right.shape[1])
     return torch.addmm(result, left, right, beta=0, alpha=scale, out=result)
 
 
 def _as_fp32(stack: Tensor, index: int) -> Tensor:
-    """Return one matrix of a stack, or the only one, in memory of its own."""
+    """Return a copy of one matrix of a stack, or of the only matrix, in fp32."""
     return stack.view(-1, *stack.shape[-2:])[index].float()
 
 
 def _one_by_one(one: Callable[[int], Tensor], like: Tensor) -> Tensor:
-    """Return products, given by number, rounded to fp16; as many as `like` has, and in its dimensions."""
+    """Compute the products one by one, round them to fp16, and stack them like the matrices of `like`."""
     *stack, rows, columns = like.shape
     num_products = like.numel() // (rows * columns) if stack else 1
     products = [one(index).to(torch.float16) for index in range(num_products)]

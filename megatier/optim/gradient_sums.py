@@ -1,9 +1,9 @@
-"""Sums a run's gradients over groups, and their squares, and computes the exact global norm.
+"""Sums a run's gradients over groups, and computes their exact global norm.
 
-The norm is that of the rounded gradients. Sums of squares are taken in fp64, in a fixed order, of what each tensor has
-of each tile of its unit, 65,536 elements, or of its own tiles if the unit is updated by matrix. They are added exactly
-and rounded once. So the norm has the same bits whatever slots, slices and devices there are, and wherever a unit is cut
-between tiles.
+The norm is that of the rounded gradients. Squares are summed in fp64, in a fixed order, for each tensor and each tile
+of its unit (65,536 elements), or for each tile of the tensor itself if the unit is updated by matrix. These partial
+sums are added exactly and rounded once. So the norm has the same bits for all slots, slices and devices, and wherever a
+unit is cut between tiles.
 """
 
 from __future__ import annotations
@@ -27,32 +27,31 @@ from megatier.workers import Workers
 
 
 class GradientSums:
-    """The sums over the gradients of the present step, by unit.
+    """The sums of the current step's gradients, by unit.
 
-    Threads: the training loop calls `norm`, and the queues that update call `accumulate` and `check`. Both call
-    `measure`.
+    Threads: the training loop calls `norm`, the update queues call `accumulate` and `check`, and both call `measure`.
     """
 
     def __init__(self, layouts: Mapping[str, Layout], *, groups: int, num_threads: int, ranks: Ranks | None) -> None:
         """Start the threads that sum.
 
         Args:
-            layouts: the trained tensors of each unit that has any. With ranks, those of this rank's shards.
+            layouts: the trained tensors of each unit that has any; with several ranks, those of this rank's shards.
             groups: the groups of a step that this process computes.
             num_threads: the threads that share the work of a unit in RAM.
             ranks: the ranks that share the state; None: this process has all of it.
         """
         self.layouts = dict(layouts)
-        """Trained tensors of each unit that has any."""
+        """The trained tensors of each unit that has any."""
         self._groups = groups
         self._ranks = ranks
         self._workers = Workers(num_threads, "megatier-gradient")
         self._sums: dict[str, list[Tensor]] = {}
         """The sums of squares of each unit that was measured in this step."""
         self._tile_runs_of: dict[str, tuple[Tensor, bool]] = {}
-        """Of each unit, what lies in each tile, on the GPU. It is the same at every step."""
+        """For each unit, the runs of elements in each tile, on the GPU. They are the same in every step."""
         self._refused: str | None = None
-        """The parameter whose gradient was not finite, once `check` has refused one in this step."""
+        """The parameter whose gradient was not finite, once `check` has found one in this step."""
 
         # Triton comes with torch's CUDA builds alone.
         if torch.cuda.is_available():
@@ -71,7 +70,7 @@ class GradientSums:
         """Return the global norm of the measured gradients: the root of the exact sum of the partial sums."""
         of_gpu = list[Tensor]()
 
-        # Never without a tensor, since torch joins no empty list.
+        # Never empty, since torch cannot concatenate an empty list.
         of_cpu = [torch.empty(0, dtype=torch.float64, device="cpu")]
         for partials in self._sums.values():
             for partial_sums in partials:
@@ -80,22 +79,22 @@ class GradientSums:
                 else:
                     of_cpu.append(partial_sums)
 
-        # Put together on the GPU first, since each read of it makes the host wait.
+        # Concatenated on the GPU first, since each read makes the host wait.
         if of_gpu:
             of_cpu.append(on_host(torch.cat(of_gpu)))
         sums = torch.cat(of_cpu)
         if self._ranks is not None:
             sums = self._ranks.all_gather_tensor(sums)
 
-        # The order is that of units and ranks, which an exact sum does not depend on.
+        # The sum is exact, so the order of units and ranks does not matter.
         count = sums.numel()
         address = address_of(sums, torch.float64, count)
         return math.sqrt(_native.sum_exactly(address, count))
 
     def first_non_finite(self) -> str | None:
-        """Return a parameter whose measured gradient is not finite, of the first such unit that the backward came to.
+        """Return the first parameter, in backward order, whose measured gradient is not finite.
 
-        With ranks, every rank has to call it.
+        With several ranks, all of them must call this.
         """
         # Layouts are in the order of the forward.
         units = [unit for unit in reversed(self.layouts) if unit in self._sums]
@@ -107,7 +106,7 @@ class GradientSums:
                 break
         by_rank = [own] if self._ranks is None else self._ranks.all_gather_object(own)
 
-        # Shards of one unit follow each other in the order of the ranks, so of equal units the lower rank's counts.
+        # A unit's shards are in the order of the ranks, so for one unit the lower rank counts.
         firsts = [(index, rank, name) for rank, found in enumerate(by_rank) for index, name in found]
         if not firsts:
             return None
@@ -116,11 +115,11 @@ class GradientSums:
 
     def _non_finite_in(self, unit: str) -> str | None:
         """Return the first parameter of a unit, in its layout, whose measured gradient is not finite."""
-        # A rank's shard that is padding alone has none.
+        # A shard that is only padding has no sums.
         if not self._sums[unit]:
             return None
 
-        # A sum of squares of finite bf16 or fp32 numbers is finite in fp64, so the sums tell it as well.
+        # The sum of squares of finite bf16 or fp32 numbers is finite in fp64, so the sums tell.
         sums = on_host(torch.cat(self._sums[unit]))
         tensors = self.layouts[unit].tensors
         counts = [num_tiles(tensor, self._origin(unit, tensor)) for tensor in tensors]
@@ -132,14 +131,14 @@ class GradientSums:
     # ------------------------------------------------------------------ one gradient
 
     def measure(self, unit: str, grad: Tensor) -> None:
-        """Note the sums of squares of a final gradient.
+        """Take the sums of squares of a final gradient.
 
         Args:
             unit: its unit.
             grad: flat [num_elements] in the dtype of the unit's weights, on any device.
         """
         if grad.is_cuda:
-            # One launch for all parameters: a launch for each takes the host longer than the GPU.
+            # One launch for all parameters, since a launch for each takes the host longer than the GPU.
             runs, aligned = self._tile_runs(unit, grad.device)
             self._sums[unit] = [self._kernels.sum_runs(grad, runs, aligned=aligned)]
             return
@@ -152,7 +151,7 @@ class GradientSums:
         self._sums[unit] = self._workers.map(sum_squares, pieces)
 
     def _tile_runs(self, unit: str, device: torch.device) -> tuple[Tensor, bool]:
-        """Return the runs of a unit's parameters in each tile, and whether they begin where `sum_runs` is fast."""
+        """Return the runs of a unit's parameters in each tile, and whether they are aligned for `sum_runs`."""
         if unit in self._tile_runs_of:
             return self._tile_runs_of[unit]
 
@@ -160,25 +159,25 @@ class GradientSums:
         for tensor in self.layouts[unit].tensors:
             origin = self._origin(unit, tensor)
             for start, stop in cut_at_tiles(tensor, origin, TILE_ELEMENTS):
-                # The head is empty if a tensor begins at a border of tiles.
+                # The first run is empty if a tensor begins at a tile border.
                 if stop > start:
                     runs.append((start, stop - start))
 
         is_aligned = all(start % 16 == 0 for start, _ in runs)
         on_device = torch.tensor(runs, dtype=torch.int64, device=device)
 
-        # With a shape also if there are no runs.
+        # The view gives an empty list its shape.
         self._tile_runs_of[unit] = on_device.view(-1, 2), is_aligned
         return self._tile_runs_of[unit]
 
     def _origin(self, unit: str, tensor: TensorSlice) -> int:
-        """Return the element of a unit from which the tiles of a tensor are counted."""
-        # From the unit's start, so that runs of whole tiles have exactly their own of all these sums. Where ranks deal
-        # out whole tensors, from the tensor's, since its place in the unit depends on how many they are.
+        """Return the element of a unit at which a tensor's tiles begin."""
+        # Usually the unit's start, so that a run of whole tiles has its own partial sums. If ranks own whole tensors,
+        # the tensor's start, since its place in the unit depends on the world size.
         return tensor.start if self.layouts[unit].schema.by_matrix else 0
 
     def accumulate(self, unit: str, total: Tensor, part: Tensor, *, group: int) -> None:
-        """Add a group's gradient to the sum in RAM; after the last group, round the sum once and measure it.
+        """Add a group's gradient to the sum in RAM. After the last group, round the sum once and measure it.
 
         Args:
             unit: its unit.
@@ -191,13 +190,13 @@ class GradientSums:
         sums = total.view(torch.float32)[:count]
         grads = part.view(torch.float32)[:count]
 
-        # Each element is added by itself, so the pieces that threads share change no bit.
+        # Elements are added independently, so the division into pieces changes no bit.
         self._in_pieces(partial(_add, is_first=group == 0), sums, grads)
         if group < self._groups - 1:
             return
 
-        # If weights are bf16, rounded numbers are half as long, so a piece of them lies where another thread still
-        # reads its sums. They go to the part first, and are copied when all of them are rounded.
+        # Rounded bf16 numbers are half as long, so a piece of them would overlap sums that another thread still reads.
+        # So they are rounded into `part`, and copied when all are done.
         dtype = self._dtype(unit)
         final = total.view(dtype)[:count]
         if dtype is torch.bfloat16:
@@ -207,7 +206,7 @@ class GradientSums:
         self.measure(unit, final)
 
     def sum_groups(self, unit: str, total: Tensor, pieces: Tensor, spare: Tensor, *, adds: bool, is_last: bool) -> None:
-        """Add the gradients of several groups, one of each rank, where they lie; see `play.optimizer_protocol`.
+        """Add the gradients of several groups, one of each rank, in place; see `play.optimizer_protocol`.
 
         Args:
             unit: its unit.
@@ -228,19 +227,19 @@ class GradientSums:
         else:
             sums.copy_(grads[0])
 
-        # One after the other, as one rank alone adds them: fp32 sums depend on their order.
+        # One after the other, as a single rank adds them, since fp32 sums depend on their order.
         for grad in grads[1:]:
             sums.add_(grad)
 
         if is_last:
-            # Where both lie in one place, rounded numbers would overwrite sums that were not read yet.
+            # If both are at the same address, rounded numbers would overwrite sums that are not read yet.
             final = total.view(dtype)[:count]
             overlaps = sums.data_ptr() == final.data_ptr()
             final.copy_(sums.to(dtype) if overlaps else sums)
             self.measure(unit, final)
 
     def _memory_of_sums(self, total: Tensor, grads: Tensor, spare: Tensor) -> Tensor:
-        """Return the memory of the fp32 sum of groups, flat: it stays in `total` if groups come later."""
+        """Return the memory of the fp32 sum of groups, flat. It is in `total` if more groups follow."""
         has_one_group = self._groups == 1
         if has_one_group and grads.dtype is torch.float32:
             return grads[0]
@@ -254,20 +253,20 @@ class GradientSums:
         return weight_dtype(self.layouts[unit].schema)
 
     def _in_pieces(self, work: Callable[[Tensor, Tensor], None], one: Tensor, other: Tensor) -> None:
-        """Do the same work with all pieces of two flat tensors of one length, on several threads, and wait for it."""
-        # One thread does not reach what memory gives, and the thread that computes waits for it in a backward. If the
-        # wait is interrupted, threads go on, so they hold tensors, which are memory, and not addresses alone.
+        """Run the same work on all pieces of two flat tensors of equal length, on several threads, and wait."""
+        # One thread cannot use the full memory bandwidth, and in a backward the computing thread waits for this. If the
+        # wait is interrupted the threads go on, so they hold tensors rather than addresses.
         pieces = zip(one.split(PIECE_ELEMENTS), other.split(PIECE_ELEMENTS), strict=True)
         self._workers.map(lambda pair: work(*pair), pieces)
 
     def check(self, unit: str) -> None:
-        """Refuse a gradient that is not finite, before the immediate mode applies it, and every gradient after it.
+        """Check that a gradient is finite before the immediate mode applies it. After one failure all later units fail.
 
         Raises:
             NonFiniteError: names the parameter.
         """
-        # Once refused, all later units of the step are: each update more would leave more of the weights a step ahead.
-        # Queues look at units at once, so one that finds nothing writes nothing over what another one has found.
+        # After a failure, each further update would leave more of the weights one step ahead. Queues check units
+        # concurrently, so a check that finds nothing must not overwrite what another one has found.
         if self._refused is None:
             name = self._non_finite_in(unit)
             if name is not None:
@@ -281,7 +280,7 @@ class GradientSums:
 
 
 def _add(sums: Tensor, grads: Tensor, *, is_first: bool) -> None:
-    """Add fp32 numbers to sums, which have none yet if these are the first."""
+    """Add fp32 numbers to sums, or write them if they are the first."""
     count = sums.numel()
     target = address_of(sums, torch.float32, count)
     source = address_of(grads, torch.float32, count)
@@ -297,8 +296,8 @@ def _round(values: Tensor, rounded: Tensor) -> None:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy a flat tensor to another one of its dtype."""
-    # As bytes, whatever the dtype is.
+    """Copy a flat tensor to another one of the same dtype."""
+    # As bytes, for any dtype.
     num_bytes = source.nbytes
     to_address = address_of(target.view(torch.uint8), torch.uint8, num_bytes)
     from_address = address_of(source.view(torch.uint8), torch.uint8, num_bytes)

@@ -1,9 +1,9 @@
-"""Computes AdamW and sums of squares on the GPU, in Triton, with the bits of native/adamw.c and native/reduce.c.
+"""Triton kernels for AdamW and sums of squares, with the same bits as native/adamw.c and native/reduce.c.
 
-Four things keep the bits of AdamW equal. No operation is fused (`enable_fp_fusion=False`). Square root and division
+Four things keep the bits of AdamW equal. No operations are fused (`enable_fp_fusion=False`). Square root and division
 round to nearest (plain `/` and `tl.sqrt` are approximate). Subnormals are kept (by Triton from 3.6 on; 3.5 flushes
 those of roots and quotients). Master, weight and remainder are joined and split as integers. Sums of squares follow the
-tree of the C code, lane by lane.
+summation tree of the C code, lane by lane.
 
 Import it only if CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
 """
@@ -22,26 +22,26 @@ from megatier.optim import norm_tiles
 from megatier.optim.adamw import Rounding
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["count", "key_low", "key_high", "first"])
-"""Lengths and keys are not compiled in: one kernel for all, since only the last block of elements needs the length."""
+"""Lengths and keys are not compiled in, so one kernel serves all. Only the last block needs the length."""
 
 BLOCK_ELEMENTS = 1024
-"""Elements of one program of the AdamW kernel."""
+"""The elements of one program of the AdamW kernel."""
 BLOCK_WARPS = 8
-"""4 elements a thread: 16 bytes of an fp32 plane and 8 of a 16-bit one, so that no data move between threads."""
+"""4 elements per thread: 16 bytes of an fp32 plane and 8 of a 16-bit one, so no data moves between threads."""
 
 TILE_ELEMENTS = tl.constexpr(norm_tiles.TILE_ELEMENTS)
-"""Elements under one partial sum of squares, as a constant of the kernels."""
+"""The elements under one partial sum of squares, as a constant for kernels."""
 LANES = tl.constexpr(256)
-"""Sums that each tile takes side by side, as in native/reduce.h."""
+"""The running sums of each tile, as in native/reduce.h."""
 LANE_WARPS = 4
-"""The warps of a tile's program: each of their 128 threads has two lanes."""
+"""The warps of a tile's program. Each of their 128 threads has two lanes."""
 ROWS_AHEAD = tl.constexpr(16)
-"""Rows of lanes that are loaded before the first is added."""
+"""Rows of lanes that are loaded before the first one is added."""
 
 KernelPlanes = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
 KernelScalars = tuple[float, float, float, float, float, float, float, float]
 HALF = 0xFFFF_FFFF
-"""The lower half of a key, and what remains of the number of an element: 32 bits."""
+"""The mask of 32 bits, for the halves of a key and for element numbers."""
 
 
 # Hop 5 of a byte's journey if the update runs on the GPU; the mark is in optimizer.py.
@@ -51,7 +51,7 @@ def adamw(
     scalars: KernelScalars,
     rounding: Rounding | None = None,
 ) -> None:
-    """Run AdamW in place, with one launch for each segment; native/adamw.h holds the definition.
+    """Run AdamW in place, with one launch per segment. native/adamw.h has the definition.
 
     Args:
         planes: weight, remainder, exp_avg, exp_avg_sq and grad, flat uint8 on the GPU. With a remainder, weight and
@@ -59,8 +59,7 @@ def adamw(
             exp_avg its momentum.
         segments: (start, stop, decay) in elements, not overlapping. Starts at multiples of 128 elements are fast.
         scalars: see `_native.ThreadPool.submit_adamw`; these and decay are rounded to fp32.
-        rounding: None where moments are fp32; else the bytes of a moment, 2 (bf16) or 1, the key and the number of the
-            first element.
+        rounding: as in `begin_adamw`; None: moments are fp32.
     """
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
     number = torch.float32 if remainder is None else torch.uint16
@@ -74,12 +73,12 @@ def adamw(
         grad.view(number),
     )
 
-    # A launch for each decay, and not a decay for each element: these would be another plane to read.
+    # One launch per decay, since a decay per element would be another plane to read.
     for start, stop, decay in segments:
         pieces = tuple(None if view is None else view[start:stop] for view in views)
         count = stop - start
-        # Elements count in 32 bits from their unit's first one, as in native/adamw.h. So random bits do not depend on
-        # where a segment or a launch begins.
+        # Elements are numbered in 32 bits from the unit's first one, as in native/adamw.h, so random bits do not depend
+        # on where a segment or launch begins.
         launch = _update[(triton.cdiv(count, BLOCK_ELEMENTS),)]
         launch(
             pieces,
@@ -91,26 +90,26 @@ def adamw(
             (first + start) & HALF,
             BLOCK_ELEMENTS,
             num_warps=BLOCK_WARPS,
-            # A fused product and sum would be rounded once, where the C code rounds twice.
+            # A fused multiply-add would round once where the C code rounds twice.
             enable_fp_fusion=False,
         )
 
 
 def sum_squares_on_gpu(piece: Tensor, first: int = 0) -> Tensor:
-    """Take partial sums of squares, one of what a piece has of each tile, in the order of `_native.sum_squares`.
+    """Compute partial sums of squares, one per tile, in the order of `_native.sum_squares`.
 
     Args:
         piece: flat bf16 or fp32 on the GPU.
-        first: the number of its first element, counted from where tiles begin. Multiples of 16 are fast.
+        first: the index of its first element, counted from where tiles begin. Multiples of 16 are fast.
 
     Returns:
-        fp64 [tiles that it has elements in] on the same device. They equal the CPU's bit for bit, but for the payload
+        fp64 [tiles that it has elements in], on the same device. They equal the CPU's bit for bit, except the payload
         of a NaN.
     """
     tile = TILE_ELEMENTS.value
     count = piece.numel()
     skipped = first % tile
-    # Without elements there is no tile, though what is skipped may reach into one.
+    # Without elements there is no tile, even if the skipped elements reach into one.
     num_tiles = triton.cdiv(skipped + count, tile) if count else 0
     partials = torch.empty(num_tiles, dtype=torch.float64, device=piece.device)
 
@@ -120,11 +119,11 @@ def sum_squares_on_gpu(piece: Tensor, first: int = 0) -> Tensor:
 
 
 def sum_runs(values: Tensor, runs: Tensor, *, aligned: bool) -> Tensor:
-    """Take a sum of squares for each run of elements, none longer than a tile, in one launch.
+    """Compute a sum of squares for each run of elements in one launch. No run is longer than a tile.
 
     Args:
         values: flat bf16 or fp32 on the GPU.
-        runs: int64 [runs, 2] on the same device: the first element of each, and the number of its elements, above 0.
+        runs: int64 [runs, 2] on the same device: the first element of each run, and its length, above 0.
         aligned: whether all first elements are multiples of 16, which is fast.
 
     Returns:
@@ -137,7 +136,7 @@ def sum_runs(values: Tensor, runs: Tensor, *, aligned: bool) -> Tensor:
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """View bf16 as integers, whose bits the kernel widens itself (`_float_of`)."""
+    """View bf16 as integers, which the kernel widens to fp32 itself (`_float_of`)."""
     return values.view(torch.uint16) if values.dtype is torch.bfloat16 else values
 
 
@@ -155,8 +154,8 @@ def _update(
     first: tl.uint32,
     block: tl.constexpr,
 ) -> None:
-    """Update one block of a segment. A whole block has no mask, which would make Triton access element by element."""
-    # 64 bits, since a unit may have more than 2^31 elements.
+    """Update one block of a segment. A full block has no mask, which would make Triton load element by element."""
+    # In 64 bits, since a unit may have more than 2^31 elements.
     start = tl.program_id(0).to(tl.int64) * block
     elements = start + tl.arange(0, block)
     rounding = (key_low, key_high, first)
@@ -191,8 +190,8 @@ def _update_elements(
 
     g = _float_of(g) * grad_scale
     if exp_avg_sq is None:
-        # Lion steps by the sign of a mean that beta1 weighs, and keeps another one that beta2 weighs. Two comparisons
-        # give the sign 0 for 0 and for NaN.
+        # Lion steps by the sign of a mean weighted by beta1, and stores one weighted by beta2. Two comparisons give the
+        # sign 0 for 0 and for NaN.
         mean = beta1 * m + one_minus_beta1 * g
         x = x * decay
         sign = (mean > 0).to(tl.float32) - (mean < 0).to(tl.float32)
@@ -207,10 +206,10 @@ def _update_elements(
         x = x * decay
         root = tl.div_rn(tl.sqrt_rn(v), sqrt_bias2)
         x = x - step_size * tl.div_rn(m, root + eps)
-        # The step above has taken both moments in fp32: rounding changes what is stored of them alone.
+        # The step above used both moments in fp32, so rounding only changes what is stored.
         if exp_avg.dtype.element_ty != tl.float32:
-            # One hash serves both moments: m takes its lower half and v its upper half, so that they do not round
-            # alike.
+            # One hash serves both moments. m takes its lower half and v its upper half, so that they round
+            # independently.
             random = _random_bits(elements, rounding)
             if exp_avg.dtype.element_ty == tl.uint8:
                 m = _first_by(m, random & 0xFFFF)
@@ -225,14 +224,14 @@ def _update_elements(
     if remainder is None:
         tl.store(weight + elements, bits.to(tl.float32, bitcast=True), inside)
     else:
-        # Rounded half away from zero. The remainder, bits - (weight << 16), is the low half of the bits as it stands.
+        # Rounded half away from zero. The remainder, bits - (weight << 16), is the lower half of the bits.
         tl.store(weight + elements, ((bits + 0x8000) >> 16).to(tl.uint16), inside)
         tl.store(remainder + elements, bits.to(tl.uint16).to(tl.int16, bitcast=True), inside)
 
 
 @_jit
 def _settle(moment: tl.tensor) -> tl.tensor:
-    """Make a subnormal moment +0, and every NaN the same one. This works on the bits, as in native/adamw.c."""
+    """Flush a subnormal moment to +0, and make every NaN the same one, on the bits as in native/adamw.c."""
     bits = moment.to(tl.uint32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) < 0x00800000, 0, bits)
     return one_nan(bits).to(tl.float32, bitcast=True)
@@ -240,15 +239,15 @@ def _settle(moment: tl.tensor) -> tl.tensor:
 
 @_jit
 def one_nan(bits: tl.tensor) -> tl.tensor:
-    """Make every NaN the quiet one: payloads differ between processors, and stored bits must not."""
+    """Replace every NaN by the quiet one. Payloads differ between processors, and stored bits must not."""
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
 
 
 @_jit
 def _random_bits(elements: tl.tensor, rounding: tl.tuple) -> tl.tensor:
-    """Return the 32 random bits of each element, by the hash of native/adamw.h."""
+    """Return 32 random bits for each element, by the hash of native/adamw.h."""
     key_low, key_high, first = rounding
-    # This is lowbias32 of Chris Wellons, with the key added twice. It has no state, so programs need no order.
+    # lowbias32 by Chris Wellons, with the key added twice. It has no state, so programs need no order.
     number = first.to(tl.uint32) + elements.to(tl.uint32)
     bits = number ^ key_low.to(tl.uint32)
     bits = bits ^ (bits >> 16)
@@ -261,9 +260,9 @@ def _random_bits(elements: tl.tensor, rounding: tl.tuple) -> tl.tensor:
 
 @_jit
 def _round_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
-    """Round moments to the bits of bf16, stochastically, by 16 random bits each."""
-    # The sum carries into the upper half as often as what is cut off is large, so the stored number is right on
-    # average.
+    """Round moments stochastically to the bits of bf16, with 16 random bits each."""
+    # The probability of a carry into the upper half is proportional to what is cut off, so the stored number is right
+    # on average.
     return ((moment.to(tl.uint32, bitcast=True) + random) >> 16).to(tl.uint16)
 
 
@@ -272,11 +271,10 @@ def _round_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
 
 @_jit
 def _first_of(byte: tl.tensor) -> tl.tensor:
-    """Return the first moments that codes of 8 bits stand for."""
+    """Decode first moments from 8-bit codes."""
     byte = byte.to(tl.uint32)
     code = byte & 0x7F
-    # A code and the offset are the exponent and the upper 2 bits of the mantissa of an fp32 number, and 0 stands for
-    # itself.
+    # A code plus the offset is the exponent and the upper 2 mantissa bits of an fp32 number. The code 0 stands for 0.
     bits = tl.where(code == 0, 0, (code + 399) << 21)
     bits = tl.where(code > 126, 0x7FC00000, bits)
     sign = (byte & 0x80) << 24
@@ -285,7 +283,7 @@ def _first_of(byte: tl.tensor) -> tl.tensor:
 
 @_jit
 def _second_of(byte: tl.tensor) -> tl.tensor:
-    """Return the second moments that codes of 8 bits stand for."""
+    """Decode second moments from 8-bit codes."""
     code = byte.to(tl.uint32)
     bits = tl.where(code == 0, 0, (code + 291) << 21)
     bits = tl.where(code > 254, 0x7FC00000, bits)
@@ -294,12 +292,12 @@ def _second_of(byte: tl.tensor) -> tl.tensor:
 
 @_jit
 def _first_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
-    """Round first moments to codes, by 16 random bits each. Below the range, 0 or the smallest, by chance."""
+    """Round first moments to codes with 16 random bits each. Below the range they become 0 or the smallest code."""
     bits = moment.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # The 16 random bits, times 32, span the 21 bits that are cut off, so a carry rounds up in proportion to these.
+    # The 16 random bits, times 32, span the 21 bits that are cut off, so a carry rounds up in proportion to them.
     number = (magnitude + (random << 5)) >> 21
-    # 2^-27 / 65536. A product with a power of two is exact.
+    # The factor is 2^-27 / 65536. Multiplying by a power of two is exact.
     size = magnitude.to(tl.float32, bitcast=True)
     is_kept = size > random.to(tl.float32) * 1.1368683772161603e-13
     code = tl.where(magnitude < 0x32000000, is_kept.to(tl.uint32), number - 399)
@@ -310,11 +308,11 @@ def _first_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
 
 @_jit
 def _second_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
-    """Round second moments to codes, by 16 random bits each. What is above 0 stays so."""
+    """Round second moments to codes with 16 random bits each. A positive one stays positive."""
     bits = moment.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     number = (magnitude + (random << 5)) >> 21
-    # What is below the range becomes the smallest number and not 0: a step is m over the root of v, and would run away.
+    # Below the range they become the smallest number instead of 0: a step divides by the root of v, and would explode.
     code = tl.where(number > 291, tl.minimum(number - 291, 254), 1)
     code = tl.where(magnitude == 0, 0, code)
     code = tl.where(magnitude < 0x7F800000, code, 255)
@@ -323,7 +321,7 @@ def _second_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
 
 @_jit
 def _float_of(values: tl.tensor) -> tl.tensor:
-    """Return the fp32 values of loaded numbers. Those of bf16 arrive as uint16, and are the high halves of fp32."""
+    """Return loaded numbers as fp32. bf16 arrives as uint16, which is the upper half of an fp32 number."""
     if values.dtype == tl.uint16:
         return (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:  # noqa: RET505  Triton decides at compile time, so it needs both branches
@@ -335,8 +333,8 @@ def _float_of(values: tl.tensor) -> tl.tensor:
 
 @_jit
 def _sum_tiles(values: tl.tensor, skipped: tl.int32, count: tl.int64, partials: tl.tensor) -> None:
-    """Sum the squares of what a piece has of one tile. The first tile lacks the elements that are skipped."""
-    # 64 bits, since a unit may have more elements than an int32 counts.
+    """Sum the squares of one tile's elements. The first tile lacks the skipped elements."""
+    # In 64 bits, since a unit may have more elements than an int32 counts.
     tile = tl.program_id(0).to(tl.int64)
     first = tile * TILE_ELEMENTS - skipped
     start = tl.maximum(first, 0)
@@ -344,7 +342,7 @@ def _sum_tiles(values: tl.tensor, skipped: tl.int32, count: tl.int64, partials: 
     left = (stop - start).to(tl.int32)
     total = _sum_of(values + start, left)
 
-    # A sum is a block of one element, and so is the place that it is stored to.
+    # A sum is a block of one element, so it is stored to a block of one element.
     place = partials + tile + tl.arange(0, 1)
     tl.store(place, total)
 
@@ -356,8 +354,7 @@ def _sum_runs(values: tl.tensor, runs: tl.tensor, sums: tl.tensor, aligned: tl.c
     bounds = runs + 2 * run
     start = tl.load(bounds)
     if aligned:
-        # Triton loads several elements at once only from starts that it knows to be aligned, and these come from
-        # memory.
+        # Triton vectorises loads only from starts that it knows to be aligned, and these come from memory.
         start = tl.multiple_of(start, 16)
     left = tl.load(bounds + 1).to(tl.int32)
     total = _sum_of(values + start, left)
@@ -367,14 +364,14 @@ def _sum_runs(values: tl.tensor, runs: tl.tensor, sums: tl.tensor, aligned: tl.c
 
 @_jit
 def _sum_of(values: tl.tensor, left: tl.tensor) -> tl.tensor:
-    """Sum the squares of the next elements, so many as are left, at most a tile.
+    """Sum the squares of the next `left` elements, at most a tile.
 
-    Elements that the last row lacks count as +0, which changes no sum of squares.
+    Missing elements of the last row count as +0, which changes no sum of squares.
     """
     lanes = tl.zeros([LANES], tl.float64)
 
     for row in range(0, left, LANES * ROWS_AHEAD):
-        # Whole rows are loaded without a mask, with which Triton would access element by element.
+        # Full rows are loaded without a mask, which would make Triton load element by element.
         if left - row >= LANES * ROWS_AHEAD:
             lanes = _add_rows(lanes, values + row, None)
         else:
@@ -385,9 +382,9 @@ def _sum_of(values: tl.tensor, left: tl.tensor) -> tl.tensor:
 
 @_jit
 def _add_rows(lanes: tl.tensor, values: tl.tensor, left: tl.tensor | None) -> tl.tensor:
-    """Let lane l add the squares of elements l, l + 256, ... of the next rows in turn.
+    """Add the squares of elements l, l + 256, ... of the next rows to lane l, in turn.
 
-    The square of an fp32 number is exact in fp64, so it does not matter whether product and sum are fused.
+    The square of an fp32 number is exact in fp64, so fusing product and sum changes nothing.
     """
     for row in tl.static_range(ROWS_AHEAD):
         elements = row * LANES + tl.arange(0, LANES)
@@ -401,7 +398,7 @@ def _add_rows(lanes: tl.tensor, values: tl.tensor, left: tl.tensor | None) -> tl
 def _fold(lanes: tl.tensor) -> tl.tensor:
     """Add lane l + 128 to lane l, then lane l + 64, ... l + 1, as the C code does.
 
-    Each sum is of two numbers, since the order in which Triton adds more than two is not fixed.
+    Each sum has two terms, since the order in which Triton adds more of them is not fixed.
     """
     for half in tl.static_range(8):
         lanes = tl.sum(tl.reshape(lanes, [2, LANES >> (half + 1)]), 0)

@@ -14,10 +14,10 @@ def learning_rate(
         step: 1, 2, ...
         peak: the rate at the end of the warm-up.
         schedule: `constant`, `linear`, `cosine` or `wsd` (warm-up, stable, decay).
-        warmup: steps in which the rate rises in a straight line.
-        decay: last steps, in which `wsd` falls in a straight line.
-        steps: steps of the whole run.
-        minimum_ratio: the share of the peak to which all but `constant` would fall one step after the last.
+        warmup: the number of first steps, in which the rate rises linearly.
+        decay: the number of last steps, in which `wsd` falls linearly.
+        steps: the number of steps of the run.
+        minimum_ratio: the fraction of the peak that all schedules but `constant` would reach one step after the last.
     """
     if step <= warmup:
         return peak * step / warmup
@@ -25,7 +25,7 @@ def learning_rate(
     if schedule == "constant" or step <= last_at_peak:
         return peak
 
-    # The first step of the fall has the peak too.
+    # The first step of the decay still has the peak rate.
     steps_since = step - last_at_peak - 1
     share = steps_since / max(1, steps - last_at_peak)
 

@@ -1,4 +1,4 @@
-"""Converts planes to the fp32 numbers that they stand for, and back: masters in two planes, moments in one."""
+"""Converts planes to the fp32 numbers that they represent, and back: masters in two planes, moments in one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatier.tier import Kind
 
 def plane_dtype(schema: StateSchema, kind: Kind) -> torch.dtype:
     """Return the dtype of a plane's elements."""
-    # Schemas have names of dtypes, since plans are made without torch.
+    # Schemas name dtypes by text, since plans are made without torch.
     dtype = getattr(torch, schema.dtype(kind))
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def weight_dtype(schema: StateSchema) -> torch.dtype:
-    """Return the dtype in which a unit computes: that of its weights and of its final gradient."""
+    """Return the dtype in which a unit computes, which its weights and its final gradient have."""
     return plane_dtype(schema, Kind.WEIGHT)
 
 
@@ -33,7 +33,7 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
         split_by_torch(master, weight, remainder)
         return
     if weight.is_cuda:
-        # Split by the C code on the CPU, so that there is one definition of the rounding.
+        # Split on the CPU by the C code, so that there is one definition of the rounding.
         high = torch.empty_like(weight, device="cpu")
         low = torch.empty_like(remainder, device="cpu")
         split_master(master, high, low)
@@ -47,8 +47,8 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 
 def split_by_torch(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Do what `split_one` of native/reduce.h does, on any device."""
-    # All NaNs become one, whose high half does not wrap around. In place from there, since matrices may be large.
+    """Split a master on any device, as `split_one` of native/reduce.h does."""
+    # All NaNs become one whose upper half does not wrap around. In place from there, since matrices may be large.
     one_nan = torch.where(master.isnan(), torch.nan, master)
     bits = one_nan.view(torch.int32)
     high = bits.add(0x8000).bitwise_right_shift_(16)
@@ -59,13 +59,13 @@ def split_by_torch(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 
 def write_rounded(values: Tensor, plane: Tensor) -> None:
-    """Write fp32 [n] on the CPU as a plane [n] on any device: rounded to nearest even, as torch does.
+    """Write fp32 [n] on the CPU as a plane [n] on any device, rounded to nearest even as in torch.
 
-    What is a bf16 already keeps its bits, also if it is no number: elements that carry codes may have any bits.
+    A value that is a bf16 already keeps its bits, even a NaN, since carriers of quantised codes may have any bits.
     """
     rounded = values.to(plane.dtype)
     if rounded.dtype is not values.dtype:
-        # torch may make one NaN of all. The high half of such an fp32 number is the bf16 that it was.
+        # torch may turn all NaNs into one. The upper half of such an fp32 number is the original bf16.
         bits = values.view(torch.int32)
         is_bf16 = bits & 0xFFFF == 0
         is_lost = values.isnan() & is_bf16
@@ -76,9 +76,9 @@ def write_rounded(values: Tensor, plane: Tensor) -> None:
 
 
 def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """Write the fp32 master of two planes, all flat [n], exactly; the master lies on the CPU or beside the planes."""
+    """Join two planes into their exact fp32 master, all flat [n]. The master lies on the CPU or beside the planes."""
     if weight.is_cuda:
-        # The weight is the high half of the master's bits. The sum wraps around in int32 as it does in C.
+        # The weight is the upper half of the master's bits. The sum wraps around in int32 as in C.
         high = weight.view(torch.int16).int().bitwise_left_shift_(16)
         bits = high.add_(remainder)
         master.copy_(bits.view(torch.float32))
@@ -95,16 +95,16 @@ def _addresses(weight: Tensor, remainder: Tensor, count: int) -> tuple[int, int]
 
 
 CUT_BITS = 21
-"""The lowest bits of an fp32 number, which a moment in 8 bits does not have."""
+"""The number of low bits of an fp32 number that an 8-bit moment drops."""
 OFFSETS = {Kind.EXP_AVG: 399, Kind.EXP_AVG_SQ: 291}
-"""What is taken from the other bits, without the sign, to make the code of such a moment (native/adamw.h)."""
+"""What is subtracted from the remaining bits, without the sign, to make an 8-bit code (native/adamw.h)."""
 
 
 def widen(kind: Kind, plane: Tensor, target: Tensor) -> None:
-    """Write the numbers of a plane that is no master as fp32, exactly.
+    """Convert a plane of moments to fp32, exactly.
 
     Args:
-        kind: of the plane.
+        kind: the plane's kind.
         plane: [n] in fp32, bf16, or codes of 8 bits in uint8.
         target: fp32 [n].
     """
@@ -112,7 +112,7 @@ def widen(kind: Kind, plane: Tensor, target: Tensor) -> None:
         target.copy_(plane)
         return
 
-    # Only first moments have a sign, the highest bit. The last code stands for what is not finite.
+    # Only first moments have a sign, in the highest bit. The last code stands for values that are not finite.
     has_sign = kind is Kind.EXP_AVG
     not_finite = 127 if has_sign else 255
     bits = plane.int()
@@ -125,20 +125,20 @@ def widen(kind: Kind, plane: Tensor, target: Tensor) -> None:
 
 
 def narrow(kind: Kind, values: Tensor, plane: Tensor) -> None:
-    """Write fp32 numbers to a plane that is no master, rounded to nearest if they need more bits; see `widen`.
+    """Convert fp32 numbers to a plane of moments, rounded to nearest if they need more bits; see `widen`.
 
-    As in an update, second moments above zero stay so, and what is above the range becomes the largest number.
+    As in an update, positive second moments stay positive, and values above the range become the largest number.
     """
     if plane.dtype is not torch.uint8:
         write_rounded(values, plane)
         return
 
-    # A first moment divided by a second one of 0 would be a huge change.
+    # A second moment of 0 would make the next step huge.
     has_sign = kind is Kind.EXP_AVG
     least = 0 if has_sign else 1
     last = 126 if has_sign else 254
 
-    # Half of the last bit that stays is added, so that what is cut off then was rounded.
+    # Half of the last kept bit is added, so cutting off the others rounds.
     bits = values.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     half = 1 << CUT_BITS - 1

@@ -1,9 +1,9 @@
-"""A Triton kernel that multiplies matrices of fp16, of symmetric products only the upper half.
+"""A Triton kernel that multiplies fp16 matrices, and only the upper half of symmetric products.
 
-A product that is known to be symmetric is computed in square tiles on and above its diagonal. Each tile is stored
-twice, at its place and mirrored, so the result is symmetric in every bit at half the operations. Sums are fp32, in the
-order of the inner side alone. So the bits of a product depend on its own two factors: neither on the tile that an
-element lies in, nor on how many products share a launch.
+A symmetric product is computed in square tiles on and above its diagonal. Each tile is stored twice, at its place and
+mirrored, so the result is symmetric in every bit at half the work. Sums are fp32, in the order of the inner dimension
+only. So the bits of a product depend only on its two factors, not on the tile of an element or on how many products
+share a launch.
 
 Import it only if CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
 
@@ -24,14 +24,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found]
 
 PANEL = tl.constexpr(8)
-"""Columns of tiles that are gone through row by row. Their factors stay in the second cache."""
+"""The width of a panel: columns of tiles that are processed row by row, so that their factors stay in the L2 cache."""
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut: the rows, columns and inner elements of a tile, loads ahead, and warps."""
+    """The tiling of a product: the rows, columns and inner elements of a tile, pipeline stages, and warps."""
 
     rows: int = 128
     columns: int = 128
@@ -41,9 +41,9 @@ class Tiling:
 
 
 SYMMETRIC = Tiling()
-"""Of a symmetric product; rows and columns are equal. Two tiles of 96 KiB each share a multiprocessor."""
+"""For symmetric products, whose tiles are square. Two tiles of 96 KiB each share a multiprocessor."""
 GENERAL = Tiling(columns=256)
-"""Of any other product."""
+"""For all other products."""
 
 
 def launch_symmetric_matmul(
@@ -56,7 +56,7 @@ def launch_symmetric_matmul(
     columns: bool = False,
     tiling: Tiling = SYMMETRIC,
 ) -> Tensor:
-    """Do what `fp16_matmul.symmetric_matmul` describes, for factors whose sides are multiples of `SIDE`."""
+    """Compute `fp16_matmul.symmetric_matmul` on the GPU. All sides are multiples of `SIDE`."""
     num_products, rows, inner = _sides(left, columns)
     result = left.new_empty(*left.shape[:-2], rows, rows)
     num_tiles = rows // tiling.rows
@@ -67,7 +67,7 @@ def launch_symmetric_matmul(
 
 
 def launch_matmul(left: Tensor, right: Tensor, scale: float, tiling: Tiling | None = None) -> Tensor:
-    """Do what `fp16_matmul.matmul` describes, for factors whose sides are multiples of `SIDE`."""
+    """Compute `fp16_matmul.matmul` on the GPU. All sides are multiples of `SIDE`."""
     num_products, rows, inner = _sides(left, False)
     columns = right.shape[-1]
     result = left.new_empty(*left.shape[:-1], columns)
@@ -79,7 +79,7 @@ def launch_matmul(left: Tensor, right: Tensor, scale: float, tiling: Tiling | No
 
 
 def _sides(factor: Tensor, transposed: bool) -> tuple[int, int, int]:
-    """Return how many matrices a factor has, and their outer and inner sides."""
+    """Return the number of matrices in a factor, and their outer and inner sides."""
     *stack, outer, inner = factor.shape
     num_products = math.prod(stack)
     return (num_products, inner, outer) if transposed else (num_products, outer, inner)
@@ -94,10 +94,10 @@ def _launch(
     scalars: tuple[float, float | None],
     tiling: Tiling,
 ) -> None:
-    """Launch the kernel for all tiles of all products. Without a number for the diagonal they are not symmetric."""
+    """Launch the kernel for all tiles of all products. They are symmetric if the scalars have a diagonal."""
     left, right, result = tensors
     tile = tiling.rows, tiling.columns
-    # Two at most are added; the kernel knows what is not there.
+    # At most two matrices are added. The kernel skips those that are None.
     factors = [factor for factor, _ in added] + [None, None]
     others = [_described(tensor, tile) for _, tensor in added] + [None, None]
     scale, diagonal = scalars
@@ -116,7 +116,7 @@ def _launch(
 
 
 def _described(tensor: Tensor, block: tuple[int, int], transposed: bool = False) -> Any:  # noqa: ANN401 - Triton has no types
-    """Describe the rows of all matrices of a stack, one below the other, for loads and stores of blocks."""
+    """Return a descriptor of a stack's rows, one matrix below the other, for loads and stores of blocks."""
     return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), list(block[::-1] if transposed else block))
 
 
@@ -136,7 +136,7 @@ def _multiply(
     tile_columns: tl.constexpr,
     tile_inner: tl.constexpr,
 ) -> None:
-    """Compute one tile of one product, and store it once or twice."""
+    """Compute one tile of one product, and store it, mirrored too if the product is symmetric."""
     scale, factor, other_factor, diagonal = scalars
     is_symmetric: tl.constexpr = diagonal is not None
     matrix = tl.program_id(1)
@@ -158,7 +158,7 @@ def _multiply(
         total += factor * added.load([matrix * rows + row, column]).to(tl.float32)
     if also_added is not None:
         total += other_factor * also_added.load([matrix * rows + row, column]).to(tl.float32)
-    # Nested, since the outer condition is one of the compiler's.
+    # Nested, since the outer condition is evaluated by the compiler.
     if is_symmetric:  # noqa: SIM102
         if tile_row == tile_column:
             total = _on_diagonal(total, diagonal, tile_rows)
@@ -180,7 +180,7 @@ def _block(
     num_inner: tl.int32,
     transposed: tl.constexpr,
 ) -> tl.tensor:
-    """Load a block of a factor, its outer side first."""
+    """Load a block of a factor, with its outer side first."""
     if transposed:
         return factor.load([matrix * num_inner + inner, outer]).T
     else:  # noqa: RET505  Triton decides at compile time, so it needs both branches
@@ -189,7 +189,7 @@ def _block(
 
 @_jit
 def _on_diagonal(total: tl.tensor, diagonal: tl.tensor, side: tl.constexpr) -> tl.tensor:
-    """Mirror the upper half of a tile on the diagonal, whose lower half may be rounded otherwise, and add to it."""
+    """Mirror the upper half of a tile on the diagonal, whose halves may be rounded differently, and add to it."""
     row = tl.arange(0, side)[:, None]
     column = tl.arange(0, side)[None, :]
     total = tl.where(row <= column, total, total.T)
@@ -198,7 +198,7 @@ def _on_diagonal(total: tl.tensor, diagonal: tl.tensor, side: tl.constexpr) -> t
 
 @_jit
 def _tile(index: tl.tensor, num_rows: tl.int32, num_columns: tl.int32) -> tl.tuple:
-    """Return row and column of a tile of a whole product: panel after panel of columns, row by row in each."""
+    """Return the row and column of a tile of a general product: panel by panel, row by row in each."""
     panel = index // (num_rows * PANEL)
     width = tl.minimum(PANEL, num_columns - panel * PANEL)
     index -= panel * num_rows * PANEL
@@ -207,8 +207,8 @@ def _tile(index: tl.tensor, num_rows: tl.int32, num_columns: tl.int32) -> tl.tup
 
 @_jit
 def _upper_tile(index: tl.tensor, num_rows: tl.int32) -> tl.tuple:
-    """Return row and column of a tile on or above the diagonal: panel after panel, row by row, and then a triangle."""
-    # The number of a panel is guessed from the tiles before it. The guess may be one too high.
+    """Return the row and column of a tile on or above the diagonal: panel by panel, rows first, then a triangle."""
+    # The panel is estimated from the number of tiles before it. The estimate may be one too high.
     panel = (tl.sqrt(index * 2.0 / (PANEL * PANEL)) + 0.5).to(tl.int32)
     panel = tl.where(index < _tiles_before(panel), panel - 1, panel)
     index -= _tiles_before(panel)
@@ -219,7 +219,7 @@ def _upper_tile(index: tl.tensor, num_rows: tl.int32) -> tl.tuple:
         row = index // width
         column = index % width
     else:
-        # Columns of the triangle, each one tile longer than the one before.
+        # The columns of the triangle, each one tile longer than the last.
         index -= num_above
         column = ((tl.sqrt(index * 8.0 + 1.0) - 1.0) * 0.5 + 0.01).to(tl.int32)
         row = panel * PANEL + index - column * (column + 1) // 2
@@ -228,5 +228,5 @@ def _upper_tile(index: tl.tensor, num_rows: tl.int32) -> tl.tuple:
 
 @_jit
 def _tiles_before(panel: tl.tensor) -> tl.tensor:
-    """Return the number of tiles on or above the diagonal in all panels before one."""
+    """Return the number of tiles on or above the diagonal in all panels before this one."""
     return panel * (panel - 1) // 2 * (PANEL * PANEL) + panel * (PANEL * (PANEL + 1) // 2)

@@ -1,17 +1,17 @@
-"""Computes Muon on planes of state, one matrix at a time, on whichever device they lie.
+"""Computes Muon on planes of state, one matrix at a time, on the device where they lie.
 
     g = grad * scale              m = m + (1 - mu) (g - m)            u = g + mu (m - g)
     X = orthogonal(u / |u|)       x = x (1 - lr wd) - lr 0.2 sqrt(max(rows, columns)) X
 
-x is the fp32 master, which may be split into weight plane and remainder. m is fp32. `scale` is the clip coefficient.
-`newton_schulz` makes the matrix orthogonal. The last factor gives changes the size of AdamW's, so both have the same
-learning rate and decay. Experts of a stack are matrices of their own, and are multiplied several at once, as many as
-`BATCH_ELEMENTS` says, since each of them is small.
+x is the fp32 master, which may be split into weight plane and remainder. m is fp32. `scale` is the clip coefficient,
+and `newton_schulz` makes the matrix orthogonal. The last factor makes changes as large as AdamW's, so both use the same
+learning rate and decay. Each expert of a stack is a matrix of its own. Since experts are small, several are multiplied
+at once (`BATCH_ELEMENTS`).
 
-But for the iterations, which are nearer to exact ones, these are the operations of `torch.optim.Muon` with
-`adjust_lr_fn="match_rms_adamw"`, in its order. A CPU and a GPU give other bits. On one device they depend on nothing
-but the matrix: what is multiplied lies in memory of its own, never in planes, whose alignment differs from place to
-place.
+These are the operations of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, in its order, except that the
+iterations are more precise. CPU and GPU give different bits. On one device the bits depend only on the matrix: what is
+multiplied is in newly allocated memory, never in planes, whose alignment differs from place to place. `RunOptimizer`
+calls this.
 
 Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; Liu et al. (Moonshot AI), arXiv 2502.16982.
 """
@@ -35,14 +35,14 @@ from megatier.planes import Elements, Planes
 from megatier.tier import Kind
 
 BATCH_ELEMENTS = 1 << 24
-"""Elements of the experts that are multiplied at once, unless one has more."""
+"""The most elements of experts that are multiplied at once, unless one expert has more."""
 RMS = 0.2
-"""Root of the mean square of AdamW's changes, over the learning rate."""
+"""The root mean square of AdamW's changes, over the learning rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix in the planes of a unit, which is a parameter, or those of several experts of a stack."""
+    """A matrix in the planes of a unit: a parameter, or several experts of a stack."""
 
     start: int
     """Its first element in the unit."""
@@ -51,7 +51,7 @@ class Matrix:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all its experts."""
+        """The number of elements of all its experts."""
         return math.prod(self.shape)
 
     @property
@@ -61,38 +61,38 @@ class Matrix:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the products of its update."""
+        """The FLOPs of the matrix products of its update."""
         return newton_schulz.flops(self.shape)
 
 
 class Muon:
-    """The arithmetic of all units of a run that are updated by matrix. Any thread may call it."""
+    """The arithmetic of all units that are updated by matrix. Any thread may call it."""
 
     def __init__(self, layouts: Mapping[str, Layout]) -> None:
-        """Find the matrices of units, whose layouts are given by name."""
+        """Find the matrices of the units, from their layouts by name."""
         self._matrices: dict[str, tuple[Matrix, ...]] = {}
         """The matrices of each unit."""
         self._stops: dict[str, int] = {}
-        """One past the last element of each, padding included."""
+        """The end of each unit's trained elements, padding included."""
         for unit, layout in layouts.items():
             if layout.schema.by_matrix:
                 self._matrices[unit] = tuple(matrices_of(layout))
                 self._stops[unit] = layout.num_trained
 
     def runs(self, unit: str) -> Sequence[Elements]:
-        """Return the runs of a unit's elements that are updated one at a time; none if any run will do."""
+        """Return the runs of a unit's elements that must be updated one at a time; none if any run will do."""
         if unit not in self._matrices:
             return []
 
-        # Padding belongs to the matrix before it. A rank's shard may have no matrix, and be padding alone.
+        # Padding belongs to the matrix before it. A rank's shard may have no matrix, only padding.
         later = self._matrices[unit][1:]
         starts = [0, *(matrix.start for matrix in later)]
         bounds = [*starts, self._stops[unit]]
         return list(pairwise(bounds))
 
     def apply(self, unit: str, elements: Elements, planes: Planes, grad: Tensor, scalars: Scalars) -> None:
-        """Update those matrices of a unit that lie in a run of its elements, in place; see `RunOptimizer.apply`."""
-        # A run is what `runs` has, or the whole unit, so no matrix lies across its ends.
+        """Update the matrices of a unit that lie in a run of its elements, in place; see `RunOptimizer.apply`."""
+        # A run is one of `runs` or the whole unit, so it cuts no matrix.
         start, stop = elements
         for matrix in self._matrices[unit]:
             if start <= matrix.start < stop:
@@ -100,14 +100,14 @@ class Muon:
 
 
 def matrices_of(layout: Layout) -> Iterator[Matrix]:
-    """Yield the matrices of a unit's trained parameters, which have two dimensions, or three if of experts."""
+    """Yield the matrices of a unit's trained parameters: two dimensions, or three for a stack of experts."""
     for tensor in layout.trained.tensors:
         *stack, rows, columns = tensor.shape
         if not stack:
             yield Matrix(tensor.start, (rows, columns))
             continue
 
-        # By the stack alone, so that batches, and with them bits, are the same on every tier.
+        # The batch size depends only on the stack, so batches, and with them bits, are the same on every tier.
         (num_experts,) = stack
         expert_elements = rows * columns
         batch = max(1, BATCH_ELEMENTS // expert_elements)
@@ -124,8 +124,8 @@ def update_matrix(matrix: Matrix, planes: Planes, grad: Tensor, scalars: Scalars
         matrix: its place and shape.
         planes: uint8, the planes of each kind of state, all on one device.
         grad: uint8, the gradient of the same elements, in the dtype of the weights.
-        scalars: of the step.
-        first: the number in the unit of the planes' first element.
+        scalars: the scalars of the step.
+        first: the index in the unit of the planes' first element.
     """
     run = slice(matrix.start - first, matrix.stop - first)
     is_split = Kind.REMAINDER in planes
@@ -149,8 +149,8 @@ def update_matrix(matrix: Matrix, planes: Planes, grad: Tensor, scalars: Scalars
 
 
 def _begin_step(grad: Tensor, momentum: Tensor, shape: tuple[int, ...], grad_scale: float, decay: float) -> Tensor:
-    """Update momentum in place, and return what is made orthogonal, as `orthogonal` takes it, on the CPU."""
-    # A copy, since the gradient is read again if this update turns out to be void.
+    """Update momentum in place, and return the input of `orthogonal`, on the CPU."""
+    # A copy, since the gradient is read again if this update becomes void.
     change = grad.to(torch.float32, copy=True)
     change.mul_(grad_scale)
 
@@ -166,7 +166,7 @@ def _begin_step(grad: Tensor, momentum: Tensor, shape: tuple[int, ...], grad_sca
 def _end_step(
     x: Tensor, weight: Tensor, remainder: Tensor | None, shape: tuple[int, ...], decay: float, rate: float
 ) -> None:
-    """Add a direction to the master in place, on the CPU."""
+    """Apply the change to the master in place, on the CPU."""
     direction = x.view(math.prod(shape))
     if remainder is None:
         # The master decays before the change is added, as in torch.optim.Muon.

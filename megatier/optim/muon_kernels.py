@@ -1,7 +1,7 @@
-"""Triton kernels for what Muon does element by element: its momentum, the norm, and the change of the master.
+"""Triton kernels for Muon's elementwise parts: its momentum, the norm, and the change of the master.
 
-They read and write each plane once or twice, where torch's operations would pass over memory more than twice as often,
-and hold fp32 copies of the matrix. Each matrix of a stack has programs of its own, so its bits do not depend on others.
+They read and write each plane once or twice, where torch's operations would go over memory more than twice as often and
+hold fp32 copies of the matrix. Each matrix of a stack has its own programs, so its bits do not depend on others.
 
 Import it only if CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
 """
@@ -24,24 +24,24 @@ from megatier.optim.newton_schulz import EPS, SCALE
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 ELEMENTS_AT_ONCE = 2048
-"""Elements of one program, and of one partial sum of squares."""
+"""The elements of one program, and of one partial sum of squares."""
 _NUM_WARPS = 8
 SUMS_AT_ONCE = 1024
-"""Partial sums that are added side by side."""
+"""The number of partial sums that are added side by side."""
 
 
 def begin_step(grad: Tensor, momentum: Tensor, shape: tuple[int, ...], grad_scale: float, decay: float) -> Tensor:
-    """Update momentum in place, and return what is made orthogonal.
+    """Update momentum in place, and return the input of `orthogonal`.
 
     Args:
         grad: flat bf16 or fp32, of one matrix or of a stack.
         momentum: flat fp32, of the same elements.
         shape: rows and columns, after the number of experts if there are several.
-        grad_scale: by which gradients are multiplied.
-        decay: of the momentum.
+        grad_scale: the factor on the gradient.
+        decay: the decay of the momentum.
 
     Returns:
-        fp16 [.., rows, columns], each matrix of norm `SCALE`, with rows and columns of zeros up to multiples of `SIDE`.
+        fp16 [.., rows, columns], each matrix with norm `SCALE`, padded with zeros to multiples of `SIDE`.
     """
     *stack, rows, columns = shape
     num_matrices = math.prod(stack)
@@ -49,10 +49,10 @@ def begin_step(grad: Tensor, momentum: Tensor, shape: tuple[int, ...], grad_scal
     num_blocks = triton.cdiv(count, ELEMENTS_AT_ONCE)
     grid = num_blocks, num_matrices
     scalars = grad_scale, decay, 1 - decay
-    # No operation is fused with another one, so that both kernels compute the same numbers.
+    # Without fused operations both kernels compute the same numbers.
     options = {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
 
-    # Each program has a place of its own: atomic additions come in any order, which would change bits.
+    # Each program stores its own sum, since atomic additions come in any order, which would change bits.
     sums = torch.empty(num_matrices, num_blocks, dtype=torch.float32, device=grad.device)
     _step_momentum[grid](grad, momentum, sums, count, num_blocks, scalars, ELEMENTS_AT_ONCE, **options)
 
@@ -62,7 +62,7 @@ def begin_step(grad: Tensor, momentum: Tensor, shape: tuple[int, ...], grad_scal
     sides = [-(-side // SIDE) * SIDE for side in (rows, columns)]
     is_padded = sides != [rows, columns]
 
-    # The kernel never writes the padding, so that has to be zero before.
+    # The kernel never writes the padding, which must be zero.
     x = (torch.zeros if is_padded else torch.empty)(*stack, *sides, dtype=torch.float16, device=grad.device)
     _normalise[grid](
         grad, momentum, factors, x, count, columns, *sides, scalars, is_padded, ELEMENTS_AT_ONCE, **options
@@ -76,19 +76,19 @@ def end_step(
     """Change the master in place: master * decay - rate * x.
 
     Args:
-        x: fp16 [.., rows, columns], with rows and columns up to multiples of `SIDE`.
+        x: fp16 [.., rows, columns], padded to multiples of `SIDE`.
         weight: flat bf16 with a remainder, else the fp32 master.
         remainder: flat int16.
         shape: as in `begin_step`.
-        decay: by which the master is multiplied.
-        rate: see above.
+        decay: the factor on the master.
+        rate: the factor on `x`.
     """
     *stack, rows, columns = shape
     count = rows * columns
     sides = tuple(x.shape[-2:])
     grid = triton.cdiv(count, ELEMENTS_AT_ONCE), math.prod(stack)
 
-    # A bf16 weight is the upper half of a master, so its bits are taken, and not its number.
+    # A bf16 weight is the upper half of a master, so its bits are used, not its value.
     number = torch.float32 if remainder is None else torch.uint16
     planes = weight.view(number), remainder
     is_padded = sides != (rows, columns)
@@ -116,17 +116,23 @@ def _step_momentum(
     scalars: tl.tuple,
     block: tl.constexpr,
 ) -> None:
-    """Update a block of momentum, and sum the squares of what comes of it."""
+    """Update a block of momentum, and sum the squares of the resulting direction."""
     grad_scale, decay, growth = scalars
     first, elements = _elements(count, block)
     inside = elements < count
-    g = tl.load(grad + first + elements, inside, 0).to(tl.float32) * grad_scale
-    m = _between(tl.load(momentum + first + elements, inside, 0), g, growth)
-    tl.store(momentum + first + elements, m, inside)
+    grads = grad + first + elements
+    momenta = momentum + first + elements
 
-    u = _between(g, m, decay)
+    g = tl.load(grads, inside, 0).to(tl.float32)
+    g = g * grad_scale
+    m = tl.load(momenta, inside, 0)
+    m = _lerp(m, g, growth)
+    tl.store(momenta, m, inside)
+
+    u = _lerp(g, m, decay)
+    total = tl.sum(u * u)
     place = sums + tl.program_id(1) * num_blocks + tl.program_id(0)
-    tl.store(place, tl.sum(u * u))
+    tl.store(place, total)
 
 
 @_jit
@@ -138,18 +144,21 @@ def _invert_norm(
     least: tl.float32,
     at_once: tl.constexpr,
 ) -> None:
-    """Add up the sums of squares of one matrix, and store the scale over its norm."""
+    """Add up one matrix's sums of squares, and store the scale over its norm."""
     matrix = tl.program_id(0)
 
     # In fp64, since a large matrix has thousands of partial sums.
     total = tl.zeros((at_once,), tl.float64)
     for start in range(0, num_blocks, at_once):
         index = start + tl.arange(0, at_once)
-        total += tl.load(sums + matrix * num_blocks + index, index < num_blocks, 0).to(tl.float64)
+        partials = tl.load(sums + matrix * num_blocks + index, index < num_blocks, 0)
+        total += partials.to(tl.float64)
 
-    # Both are rounded to nearest, as IEEE says: Triton's plain root and division are approximate.
-    norm = tl.sqrt_rn(tl.sum(total).to(tl.float32))
-    tl.store(factors + matrix, tl.div_rn(scale, tl.maximum(norm, least)))
+    # Rounded to nearest as IEEE requires, since Triton's plain root and division are approximate.
+    squares = tl.sum(total).to(tl.float32)
+    norm = tl.sqrt_rn(squares)
+    norm = tl.maximum(norm, least)
+    tl.store(factors + matrix, tl.div_rn(scale, norm))
 
 
 @_jit
@@ -166,16 +175,18 @@ def _normalise(
     is_padded: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute again what `_step_momentum` summed the squares of, and write it with the norm that is wanted."""
+    """Recompute the direction of `_step_momentum`, and write it normalised."""
     grad_scale, decay, _ = scalars
     first, elements = _elements(count, block)
     inside = elements < count
-    g = tl.load(grad + first + elements, inside, 0).to(tl.float32) * grad_scale
+    g = tl.load(grad + first + elements, inside, 0).to(tl.float32)
+    g = g * grad_scale
     m = tl.load(momentum + first + elements, inside, 0)
 
-    # Made again, since to hold it in fp32 would take as much memory as the momentum.
-    u = _between(g, m, decay) * tl.load(factors + tl.program_id(1))
-    place = _place(elements, columns, rows_of_x, columns_of_x, is_padded)
+    # Recomputed, since holding it in fp32 would take as much memory as the momentum.
+    factor = tl.load(factors + tl.program_id(1))
+    u = _lerp(g, m, decay) * factor
+    place = _offset_in_x(elements, columns, rows_of_x, columns_of_x, is_padded)
     tl.store(x + place, u.to(tl.float16), inside)
 
 
@@ -196,28 +207,32 @@ def _change_master(
     decay, rate = scalars
     first, elements = _elements(count, block)
     inside = elements < count
-    place = _place(elements, columns, rows_of_x, columns_of_x, is_padded)
+    place = _offset_in_x(elements, columns, rows_of_x, columns_of_x, is_padded)
     direction = tl.load(x + place, inside, 0).to(tl.float32)
+    weights = weight + first + elements
 
-    master = tl.load(weight + first + elements, inside, 0)
+    master = tl.load(weights, inside, 0)
     if remainder is not None:
         # It has a sign, since the weight was rounded to nearest and may be larger than the master.
         rest = tl.load(remainder + first + elements, inside, 0)
         low = rest.to(tl.int32).to(tl.uint32, bitcast=True)
-        master = ((master.to(tl.uint32) << 16) + low).to(tl.float32, bitcast=True)
+        high = master.to(tl.uint32) << 16
+        master = (high + low).to(tl.float32, bitcast=True)
 
     master = master * decay - rate * direction
     bits = one_nan(master.to(tl.uint32, bitcast=True))
     if remainder is None:
-        tl.store(weight + first + elements, bits.to(tl.float32, bitcast=True), inside)
+        tl.store(weights, bits.to(tl.float32, bitcast=True), inside)
     else:
-        tl.store(weight + first + elements, ((bits + 0x8000) >> 16).to(tl.uint16), inside)
-        tl.store(remainder + first + elements, bits.to(tl.uint16).to(tl.int16, bitcast=True), inside)
+        rounded = (bits + 0x8000) >> 16
+        low_half = bits.to(tl.uint16)
+        tl.store(weights, rounded.to(tl.uint16), inside)
+        tl.store(remainder + first + elements, low_half.to(tl.int16, bitcast=True), inside)
 
 
 @_jit
 def _elements(count: tl.int64, block: tl.constexpr) -> tl.tuple:
-    """Return the first element of a program's matrix in the planes, and the elements of its block in the matrix."""
+    """Return the first element of a program's matrix in the planes, and its block's elements in the matrix."""
     # In 64 bits: a stack of experts may have more than 2**31 elements.
     first = tl.program_id(1).to(tl.int64) * count
     start = tl.program_id(0).to(tl.int64) * block
@@ -225,14 +240,14 @@ def _elements(count: tl.int64, block: tl.constexpr) -> tl.tuple:
 
 
 @_jit
-def _place(
+def _offset_in_x(
     elements: tl.tensor,
     columns: tl.int32,
     rows_of_x: tl.int32,
     columns_of_x: tl.int32,
     is_padded: tl.constexpr,
 ) -> tl.tensor:
-    """Return where elements of a matrix lie in X, whose rows may be longer."""
+    """Return the places of a matrix's elements in X, whose rows may be padded."""
     first = tl.program_id(1).to(tl.int64) * rows_of_x * columns_of_x
     if is_padded:
         return first + elements // columns * columns_of_x + elements % columns
@@ -241,8 +256,8 @@ def _place(
 
 
 @_jit
-def _between(start: tl.tensor, end: tl.tensor, share: tl.tensor) -> tl.tensor:
-    """Return what lies so far on the way from one number to another, computed as torch's `lerp` does."""
-    # Each form begins at the nearer end, so that a share of 1 gives exactly the end.
+def _lerp(start: tl.tensor, end: tl.tensor, weight: tl.tensor) -> tl.tensor:
+    """Interpolate linearly between two numbers, as torch's `lerp` does."""
+    # Each form starts at the nearer end, so that a weight of 1 gives exactly the end.
     way = end - start
-    return tl.where(share < 0.5, start + share * way, end - way * (1 - share))
+    return tl.where(weight < 0.5, start + weight * way, end - way * (1 - weight))

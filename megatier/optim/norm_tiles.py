@@ -1,6 +1,7 @@
-"""Cuts units into tiles, and sums up squares of gradients: one sum for what each tensor has of each tile.
+"""Cuts units into tiles, and sums squares of gradients: one sum for each tensor and each tile that it lies in.
 
-The norm of a gradient is the exact sum of these, so it does not matter where a unit is cut between tiles.
+The norm is the exact sum of these partial sums, so it does not matter where a unit is cut between tiles.
+`gradient_sums` and the kernels share these borders.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from megatier.address import address_of
 from megatier.layout import TensorSlice
 
 TILE_ELEMENTS = 65_536
-"""Elements of a tile of a unit. Each tensor has one partial sum of squares for what it has of a tile."""
+"""The elements of a tile of a unit. Each tensor has one partial sum of squares per tile."""
 PIECE_ELEMENTS = 64 * TILE_ELEMENTS
-"""Elements of one call if several threads share a gradient in RAM: whole tiles, so that no partial sum is cut."""
+"""The elements of one call if several threads share a gradient in RAM: whole tiles, so no partial sum is cut."""
 
 
 def sum_squares(piece: Tensor) -> Tensor:
-    """Take sums of squares of a flat tensor, bf16 or fp32, one of each tile from its start on; fp64, on its device."""
+    """Return the sum of squares of each tile of a flat bf16 or fp32 tensor, in fp64 on its device."""
     if piece.is_cuda:
         from megatier.optim import kernels  # Triton comes with torch's CUDA builds alone
 
@@ -39,7 +40,7 @@ def sum_squares(piece: Tensor) -> Tensor:
 
 
 def num_tiles(tensor: TensorSlice, origin: int) -> int:
-    """Return the number of tiles that a tensor has elements in. They are counted from an element of its unit."""
+    """Return the number of tiles that a tensor lies in, counted from the element `origin` of its unit."""
     if not tensor.num_elements:
         return 0
     first = (tensor.start - origin) // TILE_ELEMENTS
@@ -48,11 +49,11 @@ def num_tiles(tensor: TensorSlice, origin: int) -> int:
 
 
 def cut_at_tiles(tensor: TensorSlice, origin: int, max_elements: int) -> Iterator[tuple[int, int]]:
-    """Cut a tensor into a head, up to the first border of tiles, and runs of whole tiles with so many elements.
+    """Cut a tensor into a head up to the first tile border, and runs of whole tiles of at most `max_elements`.
 
     The head may be empty, and the last run may end inside of a tile.
     """
-    # The first border of tiles at or behind the tensor's start: minus a quotient that is rounded down is rounded up.
+    # The first tile border at or after the tensor's start. The negated floor division rounds up.
     tiles_before = -((origin - tensor.start) // TILE_ELEMENTS)
     border = origin + tiles_before * TILE_ELEMENTS
     borders = range(border, tensor.stop, max_elements)

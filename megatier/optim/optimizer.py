@@ -1,4 +1,4 @@
-"""Updates a run's parameters: by AdamW on split masters, and by Muon for units that are by matrix.
+"""Updates a run's parameters: AdamW on split masters, and Muon for units that are updated by matrix.
 
 AdamW has one definition. The C kernel and the Triton kernel give the same bits, without fused multiply-add:
 
@@ -6,10 +6,10 @@ AdamW has one definition. The C kernel and the Triton kernel give the same bits,
     x = x (1 - lr wd) - lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
 
 x is the fp32 master, which may be split into weight plane and remainder. m and v below 2^-126 are set to 0. `scale` is
-the clip coefficient, min(1, clip / (norm + 1e-6)). Moments may be stored in bf16; then they are rounded stochastically,
-by random numbers that depend on the run's seed, the step, the unit, and the number of the element in the whole unit.
+the clip coefficient, min(1, clip / (norm + 1e-6)). Moments in bf16 or 8 bits are rounded stochastically, with random
+numbers that depend on the run's seed, the step, the unit, and the index of the element in the whole unit.
 
-`gradient_sums` has what comes before an update: sums over groups, and the norm.
+`gradient_sums` does what comes before an update: it sums over groups and takes the norm.
 
 Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 bytes of state a parameter.
 """
@@ -63,7 +63,7 @@ class RunOptimizer:
         self.sums = sums
         """Sums gradients over groups, and computes their norm."""
         self.hyper = hyper
-        """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
+        """The settings, which `begin_step`, `revise` and `clip` read. All but `deferred` may change between steps."""
         self._decayed = decayed
         self._rank = rank
         self._seed = seed
@@ -76,41 +76,41 @@ class RunOptimizer:
             of_kernels=(0.0,) * 8,
         )
         self._unclipped_scalars = nothing
-        """Those of the step begun, as if nothing were clipped."""
+        """The scalars of the step that has begun, without clipping."""
         self._scalars = nothing
-        """Those that updates read: of the last norm."""
+        """The scalars that updates read, fixed by the last norm."""
         self._muon = Muon(layouts)
 
-        # All units that are not by matrix have the same rule.
+        # All units that are not updated by matrix have the same rule.
         rules = [layout.schema.rule for layout in layouts.values() if not layout.schema.by_matrix]
         self._rule = RULES[rules[0] if rules else "adamw"]
 
     def begin_step(self, step: int, learning_rate: float) -> None:
-        """Forget the last step's gradients, and note the scalars of step 1, 2, ...
+        """Drop the last step's gradients, and set the scalars of step 1, 2, ...
 
-        Deferred updates of the last step run during this one, so they read its scalars until `clip` is called.
+        Deferred updates of the last step run during this one, so they read the old scalars until `clip` is called.
         """
         self._unclipped_scalars = self._scalars_of(step, learning_rate)
         self.sums.forget_gradients()
 
-        # In the immediate mode nothing of the last step is left to do, and no norm comes.
+        # In the immediate mode no update of the last step is pending, and no norm comes.
         if not self.hyper.deferred:
             self._scalars = self._unclipped_scalars
 
     def revise(self, step: int, learning_rate: float) -> bool:
-        """Note the scalars of the step again. Returns whether they changed, so that `unclipped` used wrong ones."""
+        """Set the scalars of the step again. Return whether they changed, so that `unclipped` used wrong ones."""
         before = self._unclipped_scalars
         self._unclipped_scalars = self._scalars_of(step, learning_rate)
         return self._unclipped_scalars != before
 
     def clip(self, norm: float) -> float:
-        """Return the coefficient for this norm. From now on updates read it, and the scalars of the step begun."""
+        """Return the clip coefficient for this norm. From now on updates use it, with the scalars of the step begun."""
         coefficient = 1.0
         if self.hyper.clip is not None:
             coefficient = min(1.0, self.hyper.clip / (norm + 1e-6))
 
-        # The coefficient is the last of them; that of the step begun is 1. `_unclipped_scalars` stays as it is: what
-        # runs ahead of the norm goes by it, and `revise` compares with it.
+        # The coefficient comes last. `_unclipped_scalars` keeps 1, since speculative updates use it and `revise`
+        # compares with it.
         others = self._unclipped_scalars.of_kernels[:-1]
         self._scalars = replace(self._unclipped_scalars, of_kernels=(*others, coefficient))
         return coefficient
@@ -132,22 +132,22 @@ class RunOptimizer:
     def apply(
         self, unit: str, elements: Elements, planes: Planes, grad: Tensor, before: Planes
     ) -> _native.Batch | None:
-        """Begin AdamW on elements [start, stop) of a unit, clipped as the last norm decided.
+        """Begin the update of elements [start, stop) of a unit, clipped as the last norm decided.
 
         Args:
             unit: its unit.
             elements: the run of elements that the planes hold.
             planes: uint8 tensors of each kind of state, all on one device.
             grad: uint8, the final gradient of the same elements, in the dtype of the unit's weights.
-            before: the planes to read of kinds that are not updated in place; on the CPU only.
+            before: the planes to read for kinds that are not updated in place; on the CPU only.
 
         Returns:
-            What to wait on; None where it lies on the GPU's current stream.
+            The work to wait for; None if it is on the GPU's current stream.
         """
         return self._apply(self._scalars, unit, elements, planes, grad, before)
 
     def unclipped(self) -> Apply:
-        """Return `apply` for the step begun as if nothing were clipped, for use before the norm is known."""
+        """Return `apply` without clipping for the step that has begun, for use before the norm is known."""
         return partial(self._apply, self._unclipped_scalars)
 
     # HOP 5/6: gradient and state -> new state
@@ -169,14 +169,14 @@ class RunOptimizer:
         start, stop = elements
         segments = self._segments(layout, start, stop, scalars.decay)
 
-        # Shards of a unit are equally long and follow each other in the order of the ranks. Elements are counted in the
-        # whole unit, so that moments are rounded alike whatever it is cut into.
+        # A unit's shards are equally long and in the order of the ranks. Elements are numbered in the whole unit, so
+        # that moments are rounded alike however it is cut.
         first = self._rank * layout.num_elements + start
         rounding = rounding_of(layout.schema, self._seed, scalars.step, unit, first)
         return self._rule.begin(self._pool, planes, grad, segments, scalars, before, rounding)
 
     def matrices(self, unit: str) -> Sequence[Elements]:
-        """Return the runs of a unit's elements that are updated one at a time; see `optimizer_protocol`."""
+        """Return the runs of a unit's elements that must be updated one at a time; see `optimizer_protocol`."""
         return self._muon.runs(unit)
 
     def close(self) -> None:
@@ -184,9 +184,9 @@ class RunOptimizer:
         self._pool.close()
 
     def _segments(self, layout: Layout, start: int, stop: int, factor: float) -> list[tuple[int, int, float]]:
-        """Cut elements [start, stop) into runs of equal decay, relative to `start`, without gaps.
+        """Cut elements [start, stop) into runs of equal decay, relative to `start` and without gaps.
 
-        Padding belongs to the run before it, or to the first one. Its gradient and state are 0 and stay 0.
+        Padding belongs to the run before it, or to the first run. Its gradient and state are 0 and stay 0.
         """
         starts: list[int] = []
         decays: list[float] = []
@@ -196,7 +196,7 @@ class RunOptimizer:
                 continue
             decay = factor if tensor.name in self._decayed else 1.0
             if not decays or decays[-1] != decay:
-                # The first run begins with the elements, also if its tensor began before them.
+                # The first run starts at 0 even if its tensor begins earlier.
                 starts.append(tensor.start - start if starts else 0)
                 decays.append(decay)
 

@@ -1,4 +1,4 @@
-"""Defines the rules that update each element by itself, and the settings that they read."""
+"""Defines the elementwise update rules (AdamW, Lion), and the settings that they read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatier.optim.adamw import StepScalars, begin_adamw, lion_scalars, step_sc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hyperparameters:
-    """The settings of an optimizer that do not change from step to step, unlike the learning rate."""
+    """The settings of an optimizer that, unlike the learning rate, do not change from step to step."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -30,9 +30,9 @@ class ElementwiseRule:
     """The arithmetic of an optimizer that updates each element by itself."""
 
     scalars: Callable[[int, float, Hyperparameters], StepScalars]
-    """Gives the numbers of step 1, 2, ... at a learning rate."""
+    """Returns the kernels' scalars of step 1, 2, ... at a learning rate."""
     begin: Callable[..., _native.Batch | None] = begin_adamw
-    """Updates a run of elements; see `begin_adamw`, which does AdamW and Lion."""
+    """Begins the update of a run of elements; see `begin_adamw`, which does AdamW and Lion."""
 
 
 def _adamw_scalars(step: int, learning_rate: float, hyper: Hyperparameters) -> StepScalars:
@@ -47,4 +47,4 @@ RULES = {
     "adamw": ElementwiseRule(_adamw_scalars),
     "lion": ElementwiseRule(_lion_scalars),
 }
-"""The rules by the names that schemas of state have for them."""
+"""The rules, by the names that state schemas use."""
