@@ -1,9 +1,10 @@
-"""Wraps parameters that have an adapter of their own, such as stacked experts (PEFT's `target_parameters`).
+"""Applies adapters of single parameters, such as stacked experts (PEFT's `target_parameters`).
 
-PEFT wraps the module that owns the parameter. In the wrapper's forward torch's parametrisation takes the parameter out
-of its module, and puts a property of a new class in its place. Here a view of a slot is bound in that place, and the
-forward may be compiled, or run in tiles of tokens. So PEFT's own code adapts the parameter before the forward, in a
-module that stands in for its owner, and what it makes is bound while the forward runs.
+PEFT wraps the module that owns the parameter. In the wrapper's forward, torch's parametrization takes the parameter out
+of its module, and puts a property of a new class in its place. That cannot work here, where a view of a slot is bound
+in that place, and the forward may be compiled or run in tiles of tokens. So PEFT's own code adapts the parameter before
+the forward, in a stand-in for the module, and the result is bound while the forward runs. `BoundModule` does this
+around each forward.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Any
 from torch import Tensor, nn
 
 WRAPPER = "ParamWrapper"
-"""The name of PEFT's class, by which PEFT itself goes."""
+"""The name of PEFT's wrapper class, by which PEFT itself recognises it."""
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is PEFT's around one whose parameter has an adapter."""
+    """Return whether a module is PEFT's wrapper around a module whose parameter has an adapter."""
     return type(module).__name__ == WRAPPER
 
 
 def wrappers_in(module: nn.Module) -> dict[str, Any]:
-    """Return PEFT's wrappers of parameters in a module, by the names that these parameters have in it."""
+    """Return PEFT's wrappers in a module, by the names of the parameters that they adapt."""
     names = {id(child): name for name, child in module.named_modules()}
     wrappers: dict[str, Any] = {}
     for child in module.modules():
@@ -36,13 +37,13 @@ def wrappers_in(module: nn.Module) -> dict[str, Any]:
 
 
 def matrices_in(module: nn.Module) -> frozenset[str]:
-    """Return the names in a module of the matrices of such adapters. No token is multiplied with them."""
+    """Return the names of such adapters' matrices in a module. No token is multiplied by them."""
     matrices: set[str] = set()
     for name, child in module.named_modules():
         if not is_wrapper(child):
             continue
         for key, _ in child.named_parameters():
-            # Beside them a wrapper has the module that it is around.
+            # A wrapper also contains the module that it wraps.
             if key.startswith("lora_"):
                 matrices.add(f"{name}.{key}")
 
@@ -50,17 +51,17 @@ def matrices_in(module: nn.Module) -> frozenset[str]:
 
 
 def take_over(wrappers: Mapping[str, Any]) -> None:
-    """Leave parameters from now on as they are bound when the wrappers run: `adapted` has been there before."""
-    # On the wrapper alone: `_with_adapter` asks its class, which still has PEFT's own.
+    """Make the wrappers' forwards leave parameters alone, since `adapted` has adapted them before."""
+    # On the instance alone: `_with_adapter` uses the class's method, which is still PEFT's.
     for wrapper in wrappers.values():
         wrapper._activate_lora = contextlib.nullcontext
 
 
 @contextlib.contextmanager
 def adapted(wrappers: Mapping[str, Any]) -> Iterator[None]:
-    """Add to the bound parameters what their adapters add, for a while, unless these are switched off.
+    """Add the adapters' contributions to the bound parameters inside, unless the adapters are disabled.
 
-    A parameter and its sum have the same shape and dtype. The sum has a graph that ends at the adapter's matrices.
+    The sum has the parameter's shape and dtype, and a graph that ends at the adapter's matrices.
     """
     places = []
     for wrapper in wrappers.values():
@@ -68,7 +69,7 @@ def adapted(wrappers: Mapping[str, Any]) -> Iterator[None]:
             parameters = wrapper.get_base_layer()._parameters
             places.append((wrapper, parameters, parameters[wrapper.parameter_name]))
 
-    # All were noted before the first is replaced, so each place gets back what was bound there.
+    # All are recorded before the first is replaced, so each place gets back what was bound there.
     try:
         for wrapper, parameters, bound in places:
             parameters[wrapper.parameter_name] = _with_adapter(wrapper, bound)
@@ -79,8 +80,8 @@ def adapted(wrappers: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _with_adapter(wrapper: Any, bound: Tensor) -> Tensor:  # noqa: ANN401 - PEFT's, which has no types
-    """Return a parameter with what its adapter adds, as PEFT makes it."""
-    # `.data`, since torch sets the tensor to itself there, which would look like a change of the weight.
+    """Return a parameter with its adapter's contribution, as PEFT computes it."""
+    # `.data`, since torch sets the tensor to itself there, which would look like an in-place change of the weight.
     owner = nn.Module()
     owner.register_parameter(wrapper.parameter_name, nn.Parameter(bound.data, requires_grad=False))
     wrapper.get_base_layer = lambda: owner

@@ -1,11 +1,12 @@
-"""Names attention's kernels as operators, and runs a forward again without what its backward can do without.
+"""Names the attention kernels as operators, and recomputes a forward without what its backward does not need.
 
-A kernel's backward needs its output and log-sum-exp. Both are small, and attention over long sequences is most of a
-step. So they may stay from the forward to the backward (`KeptAttention`), though the rest of the layer is computed
-again there. What the kernel gave is then put in the place of the kernel, so it has the same bits.
+An attention kernel's backward needs its output and log-sum-exp. Both are small, while attention over long sequences is
+most of a step. So they can be kept from the forward to the backward (`KeptAttention`) though the rest of the layer is
+recomputed. The recomputation then uses the kept results instead of running the kernel, so it has the same bits.
 
-A module at the end of a layer, such as an MLP in tiles of tokens, may give what is only added to something else. No
-backward needs the numbers of that, so the module need not run again (`LastModule`).
+The result of a module at the end of a layer, such as an MLP in tiles of tokens, may only be added to something else. No
+backward needs the numbers of that, so the module need not be recomputed (`LastModule`). `unit_function` uses both, on
+the thread that computes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatier.compute.varlen_attention import OPERATOR
 
 FLEX = torch.ops.higher_order.flex_attention
-"""Flex attention as an operator of a compiled graph."""
+"""Flex attention, as an operator of a compiled graph."""
 KERNELS = frozenset(
     {
         torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -31,8 +32,8 @@ KERNELS = frozenset(
         OPERATOR,
     }
 )
-"""What `scaled_dot_product_attention` runs, and what runs over images of any sizes. Without one of them attention is a
-chain of products, of which nothing is kept."""
+"""The kernels of `scaled_dot_product_attention`, and the one over images of any sizes. Without them attention is a chain
+of matrix products, of which nothing is kept."""
 
 _aten = torch.ops.aten
 PASSING_ON = frozenset(
@@ -51,16 +52,16 @@ PASSING_ON = frozenset(
         _aten._unsafe_view.default,
     }
 )
-"""Operators whose backward needs none of the numbers that they are given, nor of those that they give."""
+"""Operators whose backward needs neither their inputs nor their outputs."""
 
 
 def is_attention(target: object) -> bool:
-    """Return whether an operator is a kernel of attention."""
+    """Return whether an operator is an attention kernel."""
     return target is FLEX or target in KERNELS
 
 
 def allowed_kernels() -> tuple[bool, ...]:
-    """Return which kernels `scaled_dot_product_attention` may take, and how; torch's compiler asks this only once."""
+    """Return which kernels `scaled_dot_product_attention` may use, and how. torch's compiler asks this only once."""
     cuda = torch.backends.cuda
     return (
         cuda.flash_sdp_enabled(),
@@ -73,13 +74,13 @@ def allowed_kernels() -> tuple[bool, ...]:
 
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Keep attention from choosing cuDNN's kernel for a while, if other fused ones may take its place.
+    """Keep attention from choosing cuDNN's kernel inside, if other fused kernels can replace it.
 
-    cuDNN makes a plan for each size of a batch, in about 0.13 s, and never drops it: a loop whose batches all have
-    other sizes would plan at each step, and its memory would grow.
+    cuDNN makes a plan for each batch shape, in about 0.13 s, and never drops it. A loop whose batches all have
+    different shapes would plan in each step, and its memory would grow.
     """
     cuda = torch.backends.cuda
-    # Without them attention would be left with a chain of products.
+    # Without other fused kernels, attention would fall back to a chain of matrix products.
     has_others = cuda.flash_sdp_enabled() and cuda.mem_efficient_sdp_enabled()
     if not (has_others and cuda.cudnn_sdp_enabled()):
         yield
@@ -92,9 +93,9 @@ def without_cudnn() -> Iterator[None]:
 
 
 class KeptAttention:
-    """The results of attention in one forward, to run the same forward again without it.
+    """The results of attention in one forward, kept for recomputing the forward without attention.
 
-    Kernels that draw random numbers run again: those after them would draw others if they did not.
+    Kernels with dropout run again, since the random numbers drawn after them must not change.
     """
 
     def __init__(self) -> None:
@@ -106,13 +107,13 @@ class KeptAttention:
         return _Around(self._note)
 
     def replace(self, function: Callable[[Any], Any]) -> None:
-        """Put what a function makes of each result in its place. Before `replaying` the results are as they were."""
+        """Apply a function to each result. Before `replaying`, the originals must be back."""
         self._results = [tuple(map(function, results)) for results in self._results]
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Run the forward again inside, once. The kernels of attention give what they gave."""
-        # Kernels run again in their order, and the end of a list is where one can be taken out at no cost.
+        """Recompute the forward inside, once. Attention kernels return their kept results."""
+        # Kernels run again in the same order, and popping from the end of a list is cheap.
         self._results.reverse()
         with _Around(self._replay):
             yield
@@ -122,35 +123,35 @@ class KeptAttention:
         if _draws(kernel, args, kwargs):
             return results
 
-        # Detached, because a result holds its graph, which has to go. Nobody changes a result in place: the kernel's
-        # backward needs it as it is.
+        # Detached, since a result holds its graph, which must be freed. Nothing changes a result in place, because the
+        # kernel's backward needs it.
         kept = tuple(x.detach() if torch.is_tensor(x) else x for x in results)
         self._results.append(kept)
         return results
 
     def _replay(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        # The first result comes last since `replaying`, and each is let go of as soon as it was used.
+        # Since `replaying` the first result is last. Each one is freed as soon as it was used.
         if _draws(kernel, args, kwargs):
             return kernel(*args, **kwargs)
         return self._results.pop()
 
 
 class LastModule:
-    """A note whether a forward needs the result of its last module, to run it again without that.
+    """Records whether the rest of a forward needs the result of its last module, so that it can be skipped.
 
-    It does not if only `PASSING_ON` runs after the module: a graph then saves nothing that depends on it.
+    If only `PASSING_ON` operators run after the module, the graph saves nothing that depends on its result.
     """
 
     def __init__(self) -> None:
         """Begin before anything has run."""
         self._count = 0
-        """The number of modules that have run."""
+        """The number of modules that ran in the first forward."""
         self._is_needed = True
-        """Whether anything has run after the last one that uses what it gave."""
+        """Whether anything that ran after the last module needs its result."""
         self._again: int | None = None
-        """The number of modules that have run again; None: the first forward."""
-        self.is_spared = False
-        """Whether the module did not run again, so that what came of it was made up."""
+        """The number of modules that ran in the recomputation; None: it has not begun."""
+        self.was_skipped = False
+        """Whether the module was skipped in the recomputation, so that its result is a placeholder."""
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -160,20 +161,20 @@ class LastModule:
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Run the forward again inside, once."""
+        """Recompute the forward inside, once."""
         self._again = 0
-        self.is_spared = False
+        self.was_skipped = False
         yield
 
-    def is_needless(self) -> bool:
-        """Return whether the module that runs now need not run."""
-        # The last module alone is spared: what the others gave is used by those after them.
+    def can_skip(self) -> bool:
+        """Return whether the current module can be skipped."""
+        # Only the last module is skipped, since the results of the others are used by those after them.
         return self._again == self._count - 1 and not self._is_needed
 
-    def ran(self) -> None:
-        """Note that a module has run."""
+    def note_run(self) -> None:
+        """Note that a module has run, or was skipped."""
         if self._again is not None:
-            self.is_spared |= self.is_needless()
+            self.was_skipped |= self.can_skip()
             self._again += 1
             return
         self._count += 1
@@ -185,10 +186,10 @@ class LastModule:
 
 
 class _Around(TorchDispatchMode):
-    """A mode in which something else runs around operators, such as the kernels of attention."""
+    """A dispatch mode that wraps some operators, such as the attention kernels."""
 
     def __init__(self, around: Callable[..., Any], concerns: Callable[[object], bool] = KERNELS.__contains__) -> None:
-        """Say what runs, with the operator and its arguments, and around which of them."""
+        """Take the wrapper, which gets the operator and its arguments, and which operators it wraps."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._around = around
         self._concerns = concerns
@@ -200,7 +201,7 @@ class _Around(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Run an operator, which gives what it would give without the mode."""
+        """Run an operator, or its wrapper."""
         kwargs = kwargs or {}
         if not self._concerns(func):
             return func(*args, **kwargs)
@@ -209,7 +210,7 @@ class _Around(TorchDispatchMode):
 
 def _draws(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:  # noqa: ANN401 - an operator
     """Return whether a kernel is called with dropout."""
-    # The schema tells where dropout_p is, since kernels have it in different places.
+    # By the schema, since kernels have dropout_p in different positions.
     names = [argument.name for argument in kernel._schema.arguments]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     return bool(arguments.get("dropout_p", 0.0))

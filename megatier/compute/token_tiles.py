@@ -96,7 +96,7 @@ class TiledModule:
         self._has_products = any(weight.dim() > 1 for weight in module.parameters())
         self._compiled: Run = self._forward
         if compilation is not None and self._has_products:
-            self._compiled = compilation.of_tile(self._forward, f"a tile of {type(module).__name__}")
+            self._compiled = compilation.compile_tile(self._forward, f"a tile of {type(module).__name__}")
         module.forward = self.__call__
 
     def try_next(self, trial: TileTrial) -> None:
@@ -136,13 +136,13 @@ class TiledModule:
             return torch.ops.megatier.tiles(self._name, rows, weights, wanted)
         result = _Tiles.apply(self, wanted, len(rows), *rows, *weights)  # type: ignore[no-untyped-call]
         if self.last is not None:
-            self.last.ran()
+            self.last.note_run()
         return result
 
     def fill(self, rows: Sequence[Tensor]) -> Tensor:
         """Run the tiles of an uncompiled layer with the weights that are bound now; zeros if nobody needs it."""
-        is_needless = self.last is not None and self.last.is_needless()
-        if is_needless:
+        can_skip = self.last is not None and self.last.can_skip()
+        if can_skip:
             first = rows[0]
             return first.new_zeros(first.shape)
         return self._fill(rows, self._run_plain)

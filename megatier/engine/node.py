@@ -99,7 +99,7 @@ class Node(BoundModule):
         stage = self.stage
         check_transforms(self.module_name)
         if self._compiled is not None:
-            self._compiled.meet(call.arguments.leaves)
+            self._compiled.check_refused(call.arguments.leaves)
         inputs = call.take_inputs()
 
         # The backward counts these uses down, so they are expected before autograd knows of the call.

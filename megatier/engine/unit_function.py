@@ -371,8 +371,8 @@ def _make_graph(
         outputs = record.call.run(leaves, flat)
 
     # The result of a skipped module is only a placeholder.
-    is_spared = rerun.last is not None and rerun.last.is_spared
-    if record.gave and not is_spared:
+    was_skipped = rerun.last is not None and rerun.last.was_skipped
+    if record.gave and not was_skipped:
         is_plain = record.is_plain and node.is_plain
         record.gave[index].check(node.module_name, outputs, is_plain=is_plain)
     rebinding.bind(weights)

@@ -197,7 +197,7 @@ def branching(x: Tensor) -> Tensor:
 
 
 def test_tile_that_is_called_again_and_again_leaves_nothing_in_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = Compilation().of_tile(torch.sin, "a tile")
+    tile = Compilation().compile_tile(torch.sin, "a tile")
     monkeypatch.setattr(tile, "_run", torch.cos)  # compiling would take seconds
     counts = []
     for _ in range(3):
