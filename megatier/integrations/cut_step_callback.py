@@ -1,4 +1,4 @@
-"""A step of the Trainer that a callback, or the end of a stream, has cut short between two of its backwards."""
+"""Handles a Trainer's step that a callback, or the end of a stream, has cut short between two of its backwards."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _ENDED = (
 )
 
 
-class CutStep(TrainerCallback):
-    """Drops a step within which a callback has stopped training: its gradients change no weight, as under the Trainer.
+class CutStepCallback(TrainerCallback):
+    """A callback that drops a step in which training was stopped. Its gradients change no weight, as in the Trainer.
 
-    It comes before all other callbacks, which may save or evaluate at the end of the epoch.
+    It runs before all other callbacks, which may save or evaluate at the end of the epoch.
     """
 
     def __init__(self, streamed: Streamed, losses: list[Tensor]) -> None:
-        """Note the streamed model, and the losses of its open step."""
+        """Take the streamed model, and the losses of its open step."""
         self._streamed = streamed
         self._losses = losses
         self._cause = ""
         """Why the last epoch ended within a step; empty: it did not."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the Trainer's
-        """Begin with no step open: one in which memory ran out, say, before the Trainer tried a smaller batch."""
+        """Drop an open step, such as one in which memory ran out before the Trainer tried a smaller batch."""
         self._streamed.abandon()
         self._losses.clear()
         self._cause = ""
@@ -47,7 +47,7 @@ class CutStep(TrainerCallback):
         control: TrainerControl,
         **_: Any,  # noqa: ANN401
     ) -> None:
-        """Drop the step that is open still."""
+        """Drop the step that is still open."""
         if self._streamed.is_in_step:
             self._streamed.abandon()
             self._losses.clear()
@@ -55,11 +55,11 @@ class CutStep(TrainerCallback):
             self._cause = _STOPPED if is_stopped else _ENDED
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
-        """Refuse to go on, where the Trainer would add the gradients of the cut step to those of the next one.
+        """Refuse to go on where the Trainer would add the gradients of the cut step to those of the next one.
 
         Raises:
             ConfigError: the last epoch ended within a step.
         """
-        # Refused only here: a run whose last epoch ends within a step has nothing to which gradients could be added.
+        # Refused only here, since after the last epoch there is no next step to which gradients could be added.
         if self._cause:
             raise ConfigError(self._cause)

@@ -31,20 +31,20 @@ from megatier.patch import patched
 from megatier.trainer_guards.arguments import other_accumulation, refuse_any
 
 LIGHTNING_FILE = "lightning.ckpt"
-"""File in a checkpoint's folder with all that Lightning itself keeps."""
+"""The file in a checkpoint's folder with everything that Lightning itself stores."""
 
 
 class ClippedByUpdate(Precision):
-    """Lightning's plain precision, without its clipping: the update itself clips, and there is no gradient to scale."""
+    """Lightning's plain precision without its clipping, since the update clips, and no gradient is left to scale."""
 
     def clip_gradients(self, *_: object, **__: object) -> None:
-        """Leave gradients to the update."""
+        """Do nothing."""
 
 
 class MegatierStrategy(SingleDeviceStrategy):
     """Lightning's loop, data, schedules, callbacks and logs over megatier's step.
 
-    Clipping and accumulation are those of the Trainer. A checkpoint is a folder with Lightning's file and `step-...`,
+    Clipping and accumulation are set on the Trainer. A checkpoint is a folder with Lightning's file and `step-...`,
     which holds masters and moments. A checkpoint of weights alone has an export for `from_pretrained` instead, from
     which nothing resumes.
 
@@ -61,7 +61,7 @@ class MegatierStrategy(SingleDeviceStrategy):
         """Take a streamed model, which stays open after the run.
 
         Raises:
-            ConfigError: several ranks share the model, all of which this strategy would give the same batches.
+            ConfigError: several ranks share the model. This strategy would give all of them the same batches.
         """
         if streamed.num_ranks > 1:
             raise ConfigError(
@@ -69,20 +69,20 @@ class MegatierStrategy(SingleDeviceStrategy):
                 "without torchrun, or write the loop yourself over megatier.stream."
             )
 
-        # Lightning wants the number of the GPU, which the device of a streamed model does not have.
+        # Lightning needs the index of the GPU, which a streamed model's device does not have.
         is_cuda = streamed.device.type == "cuda"
         super().__init__(torch.device("cuda", torch.cuda.current_device()) if is_cuda else streamed.device)
         self.streamed = streamed
 
     def setup(self, trainer: Trainer) -> None:
-        """Check Trainer and LightningModule, and drop the part of a step that a run before has left.
+        """Check the Trainer and the LightningModule, and drop an unfinished step of an earlier run.
 
         Raises:
             ConfigError: Trainer or LightningModule ask for something that a streamed model does not have.
         """
         module = self.lightning_module
 
-        # The second kind of precision is that of an earlier run with this strategy.
+        # `ClippedByUpdate` is left from an earlier run with this strategy.
         refuse_any(
             (
                 tuple(self.parallel_devices) != (self.root_device,) or self.num_nodes > 1,
@@ -98,19 +98,19 @@ class MegatierStrategy(SingleDeviceStrategy):
             ),
         )
 
-        # A run that broke off may have left a step open, in which nothing could be evaluated.
+        # A run that failed may have left a step open, in which nothing could be evaluated.
         self.streamed.abandon()
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Check what training needs beyond evaluating, and take the Trainer's clipping.
+        """Check what training needs beyond evaluation, and take over the Trainer's clipping.
 
         Raises:
             ConfigError: Trainer or LightningModule ask for something that a streamed model does not have.
         """
         module = self.lightning_module
 
-        # Parameters of a head or an adapter of the module's own would be in nobody's optimizer.
+        # Parameters of the module's own head or adapter would be in no optimizer.
         with self._without_model():
             others = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         refuse_any(
@@ -129,12 +129,12 @@ class MegatierStrategy(SingleDeviceStrategy):
             (others, f"{', '.join(others)}: only streamed parameters are trained; freeze all others."),
         )
 
-        # The Trainer asks the precision to clip after the backward, where no gradient is any more.
+        # The Trainer asks the precision plugin to clip after the backward, when the gradients are gone.
         self.streamed.clip = clip_of(trainer.gradient_clip_val)
         self.precision_plugin = ClippedByUpdate()
         super().setup_optimizers(trainer)
 
-        # Known only now, since the call above asks the module for its optimizers.
+        # Known only now, since the call above creates the optimizers.
         refuse_any(
             (
                 self.optimizers != [self.streamed.optimizer],
@@ -143,12 +143,12 @@ class MegatierStrategy(SingleDeviceStrategy):
         )
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return Lightning's loader, whose workers say so if shared memory has no room for their batches."""
+        """Return Lightning's loader, whose workers report if shared memory is too small for their batches."""
         found: object = super().process_dataloader(dataloader)
         return sharing(found) if isinstance(found, DataLoader) else found
 
     def on_train_start(self) -> None:
-        """Check that batches make whole steps.
+        """Check that the batches make whole steps.
 
         Raises:
             ConfigError: an epoch, or the training between two validations, ends within a step.
@@ -156,8 +156,8 @@ class MegatierStrategy(SingleDeviceStrategy):
         trainer = self.lightning_module.trainer
         steps = self.streamed.accumulation_steps
 
-        # Lightning would call `optimizer.step` after fewer backwards at the end of an epoch; a validation would find
-        # a step open, in which weights cannot be read.
+        # At the end of an epoch Lightning would call `optimizer.step` after fewer backwards. A validation would find an
+        # open step, in which weights cannot be read.
         counts = {"an epoch": trainer.num_training_batches}
         if trainer.enable_validation:
             counts["val_check_interval"] = trainer.val_check_batch
@@ -169,7 +169,7 @@ class MegatierStrategy(SingleDeviceStrategy):
                 )
 
     def on_validation_start(self) -> None:
-        """Drop a step that was cut short, because a validation reads weights."""
+        """Drop a step that was cut short, since a validation reads weights."""
         self._drop_cut_step()
 
     @property
@@ -183,7 +183,7 @@ class MegatierStrategy(SingleDeviceStrategy):
         filepath: str | os.PathLike[str],
         storage_options: Any = None,  # noqa: ANN401 - Lightning's
     ) -> None:
-        """Write a folder in the place of one of that name, which stays whole until the new one is on the drive.
+        """Write a checkpoint folder. An older one of the same name stays whole until the new one is on the drive.
 
         Raises:
             StreamedModelError: a step is open.
@@ -193,7 +193,7 @@ class MegatierStrategy(SingleDeviceStrategy):
         target = Path(filepath)
         partial = target.with_name(f".{target.name}.partial")
 
-        # With save_weights_only Lightning leaves out the optimizer, and nothing will ask for moments.
+        # With save_weights_only Lightning leaves out the optimizer's state, so moments are not needed.
         write = self.streamed.save if "optimizer_states" in checkpoint else self.streamed.export
         with committing(partial, target, "a checkpoint", replaces=True):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -205,19 +205,19 @@ class MegatierStrategy(SingleDeviceStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load masters, moments and the number of the step, and return Lightning's file, from which it takes the rest.
+        """Load masters, moments and the step number, and return the contents of Lightning's file, which has the rest.
 
         Raises:
             CheckpointError: see `Streamed.restore`.
         """
-        # A process that was killed between the two renames of a switch left the old folder under another name.
+        # A process that was killed between two renames has left the old folder under another name.
         restore_replaced(Path(checkpoint_path))
         self.streamed.restore(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(Path(checkpoint_path) / LIGHTNING_FILE, weights_only)
         return loaded
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state of all that the LightningModule has but the streamed model: metrics, frozen modules."""
+        """Return the state of the LightningModule without the streamed model: metrics, frozen modules."""
         with self._without_model():
             state: dict[str, Any] = super().lightning_module_state_dict()
         return state
@@ -228,7 +228,7 @@ class MegatierStrategy(SingleDeviceStrategy):
             super().load_model_state_dict(checkpoint, strict)
 
     def model_to_device(self) -> None:
-        """Move all that the LightningModule has but the streamed model."""
+        """Move the LightningModule without the streamed model."""
         with self._without_model():
             super().model_to_device()
 
@@ -238,10 +238,10 @@ class MegatierStrategy(SingleDeviceStrategy):
             super().teardown()
 
     def _drop_cut_step(self) -> None:
-        """Drop the open step if Lightning is ending.
+        """Drop the open step if Lightning is stopping.
 
-        It may end between the backwards of a step (max_time, an exception), and makes no update of them then. If it
-        goes on, an open step is a mistake, which the streamed model refuses by name.
+        It may stop between the backwards of a step (max_time, an exception) without updating. If it goes on, an open
+        step is a mistake, which the streamed model refuses.
         """
         trainer = self.lightning_module.trainer
         if trainer.should_stop or trainer.interrupted:
@@ -249,11 +249,11 @@ class MegatierStrategy(SingleDeviceStrategy):
 
     @contextlib.contextmanager
     def _without_model(self) -> Iterator[None]:
-        """Take the streamed model out of the LightningModule inside: it moves nowhere and has no state dict."""
+        """Remove the streamed model from the LightningModule inside, so that it is not moved or in the state dict."""
         module: LightningModule = self.lightning_module
         children = module._modules
 
-        # A module may hold it under several names. All of them come back, also after an error.
+        # A module may hold it under several names. All of them are restored, also after an error.
         names = [name for name, child in children.items() if child is self.streamed.model]
         nothing = dict.fromkeys(names)
         with patched(children, **nothing):

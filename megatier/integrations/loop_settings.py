@@ -1,4 +1,4 @@
-"""Makes one config of `megatier.stream`'s short arguments, or of a `TrainConfig` in their place."""
+"""Builds a `RunConfig` from the keyword arguments of `megatier.stream`, or from a `TrainConfig` in their place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SectionT = TypeVar("_SectionT", bound=Section)
 
 
 class ShortArguments(TypedDict, total=False):
-    """The short arguments, which `megatier.stream` describes."""
+    """The keyword arguments that `megatier.stream` describes."""
 
     accumulation_steps: int
     lr: float
@@ -51,19 +51,19 @@ class ShortArguments(TypedDict, total=False):
 
 
 class Short(NamedTuple):
-    """One keyword of `megatier.stream`, and the settings that it stands for."""
+    """One keyword argument of `megatier.stream`, and the settings that it sets."""
 
     default: Any
     settings: tuple[str, ...] = ()
-    """The settings that it stands for, by dotted name. Those of no setting are of the model that is opened."""
+    """The settings that it sets, by dotted name. Arguments without one concern the model that is opened."""
     values: tuple[str, ...] = ()
-    """The values that it may have; empty: others."""
+    """The allowed values; empty: no fixed set."""
     least: int | None = None
-    """The least whole number that it may be; None: it is no whole number."""
+    """The least whole number allowed; None: it is not a whole number."""
 
 
 _POLICIES = tuple(policy for policy in Activations if not policy.offloads_input)
-"""Policies for activations of sequences of any length."""
+"""Activation policies that allow sequences of any length."""
 SHORT: Mapping[str, Short] = {
     "accumulation_steps": Short(1, ("train.groups",), least=1),
     "lr": Short(1e-3, ("train.learning_rate",)),
@@ -88,14 +88,14 @@ SHORT: Mapping[str, Short] = {
     "products": Short("bf16", ("numerics.products",), ("bf16", "fp8")),
     "products_except": Short((), ("numerics.products_except",)),
 }
-"""All short arguments."""
+"""All of these arguments."""
 _CHECKED = ("lr", "betas", "eps", "weight_decay", "momentum", "clip")
-"""Those that are numbers of an optimizer."""
+"""The arguments that are numbers of the optimizer."""
 FOLLOWED_FIELDS = (
     *("groups", "optimizer", "learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum", "moments", "clip"),
     *("seed", "activations", "kept_layers", "kept_attention"),
 )
-"""Fields of TrainConfig that a loop's steps follow."""
+"""Fields of TrainConfig that apply to a user's loop."""
 OWN_END = "the loop itself decides when it ends"
 OWN_RATE = "put a scheduler of torch over the streamed optimizer"
 OWN_TEST = "the loop evaluates by forwards under torch.no_grad"
@@ -116,7 +116,7 @@ NOT_OF_LOOPS: Mapping[str, str] = {
     "early_stopping_patience": OWN_END,
     "stall_timeout": "a loop has no watchdog, since it may stop between its steps",
 }
-"""The other fields, which are refused if they are given, and what is done instead."""
+"""The other fields, which are refused if they are set, and what to do instead."""
 _OTHER_NAMES = {
     "learning_rate": "lr",
     "max_grad_norm": "clip",
@@ -137,7 +137,7 @@ _OTHER_NAMES = {
     "deepspeed": "tiers",
     "optim": "optimizer",
 }
-"""Arguments by the names that other libraries give them."""
+"""Our arguments, by the names of the same things in other libraries."""
 
 
 def loop_config(
@@ -149,19 +149,19 @@ def loop_config(
     """Return the config of a loop.
 
     Args:
-        given: short arguments.
+        given: the keyword arguments.
         tiers: as for `megatier.stream`.
-        train: settings of the steps; None: the short arguments have them.
-        attention: implementation of attention, unless it is given.
+        train: settings of the steps; None: the keyword arguments have them.
+        attention: the attention implementation, unless an argument names one.
 
     Raises:
-        ConfigError: names the argument or field that cannot be taken.
+        ConfigError: an argument or field cannot be used. The message names it.
     """
     refuse_unknown_arguments(given)
     settings: dict[str, Any] = {}
     for name, argument in SHORT.items():
         value = _checked(name, given.get(name, argument.default))
-        # Betas stand for two settings, and what is of the model alone for none.
+        # Betas set two settings, and arguments about the model set none.
         values = value if len(argument.settings) > 1 else (value,)
         settings |= zip(argument.settings, values, strict=False)
     settings["model.attention"] = settings["model.attention"] or attention
@@ -172,7 +172,7 @@ def loop_config(
         for field in fields(train):
             settings[f"train.{field.name}"] = getattr(train, field.name)
 
-    # The loop makes its batches. A config needs as many rows as groups at least.
+    # The loop makes its own batches. A config needs at least as many rows as groups.
     settings["train.batch"] = settings["train.groups"]
 
     # The guard is on by default: updates wait for the norm, because `optimizer.step` comes after the last backward.
@@ -180,40 +180,40 @@ def loop_config(
 
 
 def check_train(train: TrainConfig, given: Iterable[str]) -> None:
-    """Refuse settings of the steps that a loop cannot follow, or that are given a second time.
+    """Refuse settings that a loop cannot follow, or that are given twice.
 
     Args:
         train: the settings.
-        given: names of the short arguments that are given too.
+        given: the names of the keyword arguments that are given too.
 
     Raises:
-        ConfigError: names the field, and what to do instead.
+        ConfigError: there is one. The message says what to do instead.
     """
     for name in given:
         of_train = [setting for setting in SHORT[name].settings if setting.startswith("train.")]
         if of_train:
             raise ConfigError(f"{name} and train are given, and both say {' and '.join(of_train)}. Leave out {name}.")
 
-    # A copy with other values was given all fields: which of them somebody wrote is not known.
+    # A copy with replaced values has all fields set, so it is not known which of them the user wrote.
     fields_of = TrainConfig.__dataclass_fields__
     written = train.given if len(train.given) < len(fields_of) else frozenset()
     meets = {"batch": train.groups, "schedule": "constant"}
     for name, instead in NOT_OF_LOOPS.items():
         value = getattr(train, name)
         is_given = name in written or value != fields_of[name].default
-        # A value that the loop has anyway is followed.
+        # A value that the loop has anyway is accepted.
         is_met = name in meets and value == meets[name]
         if is_given and not is_met:
             raise ConfigError(f"train.{name} is {value!r}, which a loop does not follow: {instead}. Leave it out.")
-    # A TrainConfig may also name a policy for sequences of one length, which a loop need not have.
+    # A TrainConfig may name a policy for sequences of one length, which a loop does not guarantee.
     _checked("activations", train.activations, "train.activations")
 
 
 def _checked(name: str, value: Any, told: str = "") -> Any:  # noqa: ANN401 - of any argument
-    """Return the value of a short argument as a config takes it.
+    """Return the value of an argument as a config takes it.
 
     Raises:
-        ConfigError: it cannot be taken; names it, or what it is told as.
+        ConfigError: the value is not allowed. The message names the argument, or `told`.
     """
     argument = SHORT[name]
     if name in _CHECKED:
@@ -221,7 +221,7 @@ def _checked(name: str, value: Any, told: str = "") -> Any:  # noqa: ANN401 - of
     elif argument.least is not None and not (value is None and argument.default is None):
         return number(name, value, f"at least {argument.least}", least=argument.least, whole=True)
     elif argument.values:
-        # A dtype of torch stands for its name.
+        # A torch dtype is replaced by its name.
         found = next((text for text, dtype in COMPUTE_DTYPES.items() if value is dtype), value)
         require(found in argument.values, told or name, value, in_words(argument.values))
         return found
@@ -229,10 +229,10 @@ def _checked(name: str, value: Any, told: str = "") -> Any:  # noqa: ANN401 - of
 
 
 def refuse_unknown_arguments(names: Iterable[str]) -> None:
-    """Refuse arguments that `megatier.stream` does not have, with those that are meant.
+    """Refuse arguments that `megatier.stream` does not have, and suggest those that are meant.
 
     Raises:
-        ConfigError: names the first one.
+        ConfigError: there is one. The message names the first.
     """
     known = ["tiers", "train", *SHORT]
     for name in names:
@@ -243,19 +243,19 @@ def refuse_unknown_arguments(names: Iterable[str]) -> None:
 
 
 def read_tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
-    """Return the section `tiers`; None: as it is by default.
+    """Return the section `tiers`; None: its defaults.
 
     Raises:
         ConfigError: as `read_section`, or a budget has no unit.
     """
     if isinstance(given, Mapping):
-        # Of a TiersConfig nobody knows any more how its sizes were written.
+        # A TiersConfig no longer knows how its sizes were written.
         check_units(given)
     return TiersConfig() if given is None else read_section(TiersConfig, given)
 
 
 def read_section(kind: type[_SectionT], given: _SectionT | Mapping[str, Any]) -> _SectionT:
-    """Return a section that is given as itself, or as keys with values.
+    """Return a section, given as an object or as a mapping.
 
     Raises:
         ConfigError: it is of another type, or has a key or value that no such section has.

@@ -1,4 +1,4 @@
-"""The step of a user's loop that has begun and has not ended."""
+"""The state of a user loop's open step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class OpenStep:
-    """The open step. A new one stands for no step: none of its groups has begun."""
+    """The step of a user's loop that is open. A new `OpenStep` means that no step is open."""
 
     num_groups: int = 0
-    """Groups since the last step, each with its first forward; 0: no step is open."""
+    """Groups since the last step; 0: no step is open."""
     losses: list[Tensor] = field(default_factory=list)
-    """What each forward adds to its loss."""
+    """The contribution of each forward to the step's loss."""
     norm: float | None = None
-    """The norm of its gradients, once it was measured."""
+    """The norm of the gradients, once it was measured."""
     drop_cause: str = ""
-    """Why this rank drops it at its next call; empty: it does not."""
+    """Why this rank will drop the step at its next call; empty: it will not."""

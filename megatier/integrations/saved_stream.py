@@ -1,4 +1,4 @@
-"""Reads a saved streamed model: the last checkpoint of a folder, and what was noted in it."""
+"""Reads the last checkpoint of a streamed model in a folder, and checks that it fits the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatier.errors import CheckpointError
 from megatier.foreign import shown
 
 KEPT_BEFORE = {"optimizer": "adamw", "moments": "fp32"}
-"""What older versions had, and did not note."""
+"""The values of older versions, which did not store them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class SavedStream:
     path: Path
     """Its folder."""
     state: Mapping[str, Any]
-    """All that it holds besides its arrays."""
+    """Everything in it besides its arrays."""
 
     @classmethod
     def find(cls, folder: Path) -> Self:
@@ -33,7 +33,8 @@ class SavedStream:
         Raises:
             CheckpointError: there is none, or it is of a run of `megatier train`, or damaged.
         """
-        # Before the search: a process that was killed while it replaced a checkpoint has left it under another name.
+        # Before the search, since a process that was killed while it replaced a checkpoint has left it under another
+        # name.
         settle_replaced(folder)
         if (path := last_checkpoint(folder)) is None:
             raise CheckpointError(f"{folder} holds no checkpoint of a streamed model; Streamed.save writes them.")
@@ -44,16 +45,16 @@ class SavedStream:
 
     @property
     def groups(self) -> int | None:
-        """How many backwards of all ranks its steps had; None: an older version wrote it."""
+        """The number of backwards of all ranks in its steps; None: an older version wrote it."""
         found = self.state.get("groups")
         return found if isinstance(found, int) else None
 
     def check(self, kept: Mapping[str, str], base: Mapping[str, str]) -> None:
-        """Refuse it for a model with other state.
+        """Check that it fits a model.
 
         Args:
-            kept: the optimizer and the type of moments of the model.
-            base: the identity of its base; empty: it has none, or it came from RAM and is not known.
+            kept: the model's optimizer and type of moments.
+            base: the identity of the model's base; empty: it has none, or came from RAM.
 
         Raises:
             CheckpointError: it is of another optimizer, of other moments, or of adapters over another base, which it
@@ -65,20 +66,20 @@ class SavedStream:
                     f"{self.path} has {name} {shown(before)}, and this model has {now}. Open the model by "
                     f"megatier.stream(..., {name}={shown(before)!r}) to go on from it."
                 )
-        # A base from RAM has no identity, so there is nothing to compare.
+        # A base from RAM has no identity that could be compared.
         of_base = self.state.get("base") or {}
         if base and of_base and of_base != base:
             raise CheckpointError(f"{self.path} is of adapters over another base. Stream the base that they belong to.")
 
     def remarks(self, compiled: str, fp8: Sequence[str], environment: Mapping[str, Any]) -> Iterator[str]:
-        """Yield remarks for a user who goes on from it. Older versions noted less, which is not compared.
+        """Yield remarks for a user who resumes from it. What older versions did not store is not compared.
 
         Args:
             compiled: how layers are compiled now.
-            fp8: the modules that take their products in FP8 now.
+            fp8: the modules that multiply in FP8 now.
             environment: libraries and devices now.
         """
-        # Each chunk of a checkpoint that is bound is compared with what was written at its place.
+        # Each chunk of a bound checkpoint is checked against what was written in its place.
         if not is_bound(self.path):
             yield UNBOUND.format(self.path)
         before = self.state.get("compiled", compiled)
@@ -88,7 +89,7 @@ class SavedStream:
                 "State is taken bit by bit, but steps are rounded in other places from now on. Open the model with "
                 f"compile={before != 'not at all'} to go on as before."
             )
-        # What was written before there were such products has none.
+        # Older checkpoints have no such entry.
         num_fp8 = len(self.state.get("fp8_products", ()))
         if self.state.get("fp8_products", []) != list(fp8):
             yield (

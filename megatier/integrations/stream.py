@@ -1,4 +1,4 @@
-"""Opens a model for somebody else's loop: `megatier.stream`."""
+"""Opens a model for a user's own training loop: `megatier.stream`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatier.errors import UnsupportedModelError
 from megatier.foreign import one_version
 from megatier.guards.given_model import check_around
 from megatier.guards.unbound_weights import check_gradient_hooks
-from megatier.integrations.in_ram import InRam
+from megatier.integrations.in_memory_weights import InMemoryWeights
 from megatier.integrations.loop_settings import ShortArguments, loop_config
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import build_skeleton
@@ -44,7 +44,7 @@ from megatier.setup.skeleton import read_model_config
 from megatier.setup.workload import COMPUTE_DTYPES
 
 Given = str | os.PathLike[str] | nn.Module
-"""A model as it is given: a folder or a hub id, or a model in RAM."""
+"""The accepted kinds of models: a folder or hub id, or a model in RAM."""
 
 
 def stream(
@@ -54,10 +54,10 @@ def stream(
     train: TrainConfig | Mapping[str, Any] | None = None,
     **short: Unpack[ShortArguments],
 ) -> Streamed:
-    """Place a model and the state of its optimizer on the tiers, for any loop.
+    """Place a model and its optimizer state on the tiers, for any training loop.
 
-    Under `torchrun` the ranks share the state: all of them call this alike. Budgets of RAM and NVMe are those of a
-    host, for all its ranks.
+    Under `torchrun` the ranks share the state, and all of them make this call with the same arguments. Budgets of RAM
+    and NVMe are those of a host, for all its ranks.
 
     Args:
         model: a folder in Hugging Face's format or a hub id, whose weights stream in; or a model in RAM, which is
@@ -112,7 +112,7 @@ def stream(
         products_except: names or patterns of modules that stay in bf16 under fp8.
 
     Raises:
-        PlanError, CapacityError, ConfigError, UnsupportedModelError: the model or a setting cannot be taken. This is
+        PlanError, CapacityError, ConfigError, UnsupportedModelError: the model or a setting is not supported. This is
             found before weights are read.
     """
     config = loop_config(short, tiers, train, _own_attention(model))
@@ -120,7 +120,7 @@ def stream(
     for words in list_remarks(config, rate_name):
         warn(words)
 
-    # An empty path would be the current directory.
+    # An empty path would mean the current directory.
     is_named = isinstance(model, str | os.PathLike) and os.fspath(model) != ""
     is_given = is_named or isinstance(model, nn.Module)
     require(is_given, "model", model, "a folder, a hub id, or a model of transformers")
@@ -129,32 +129,32 @@ def stream(
 
 @usual_defaults()
 def _open(model: Given, config: RunConfig, short: ShortArguments) -> Streamed:
-    """Open a session for a model and read its weights in.
+    """Open a session for a model and load its weights.
 
     Args:
         model: as for `stream`.
-        config: how it computes, its tiers and its steps, with the groups of one rank.
-        short: the short arguments, of which those count that say what model is opened.
+        config: the run's config, with the groups of one rank.
+        short: the keyword arguments, of which those about the model are used.
     """
     skeleton, reader = _source(model, config, short)
 
-    # The session owns files on the drives, which nobody would remove if loading fails or is interrupted.
+    # The session owns files on the drives, which must be removed if loading fails or is interrupted.
     share_interpreter()
     with ExitStack() as opened:
         device = choose_device(config.tiers.device)
         ranks = opened.enter_context(joined(device.type, is_guest=True))
-        # The caller says what each rank makes, and a config what all of them make together.
+        # The caller gives the groups of one rank, and a config those of all ranks together.
         groups = config.train.groups * (1 if ranks is None else ranks.size)
         config = config.changed({"train.batch": groups, "train.groups": groups})
         setup = Setup.of(config, skeleton, Machine.here(config.tiers, device, ranks))
 
-        # The loop that makes the batches pads them as they come.
+        # The loop pads its batches as it likes, so they may have any shape.
         session = opened.enter_context(Session(setup, ranks=ranks, any_shape=True))
-        # All memory and files are taken before the first weight is read, so that a want of them is found at once.
+        # All memory and files are allocated before the first weight is read, so a shortage shows at once.
         session.seal()
         session.load(reader)
 
-        # From here on the handle closes what was opened.
+        # From here on the `Streamed` closes what was opened.
         return Streamed(
             session,
             opened.pop_all(),
@@ -165,7 +165,7 @@ def _open(model: Given, config: RunConfig, short: ShortArguments) -> Streamed:
 
 @one_version()
 def _source(model: Given, config: RunConfig, short: ShortArguments) -> tuple[PreTrainedModel, TensorReader]:
-    """Return the skeleton of a model, with its adapters and with what is frozen, and the reader of its weights."""
+    """Return the skeleton of a model with its adapters and frozen parameters, and the reader of its weights."""
     peft_config = short.get("peft_config")
     is_adapted = peft_config is not None
     if isinstance(model, nn.Module):
@@ -177,7 +177,7 @@ def _source(model: Given, config: RunConfig, short: ShortArguments) -> tuple[Pre
     else:
         folder = resolve(os.fspath(model))
         skeleton, reader = _in_folder(folder, config, short.get("num_labels"), is_adapted=is_adapted)
-        # The config of adapters notes it, and may be read from another directory, so a folder gets its whole path.
+        # The adapters' config stores it and may be read from another directory, so a folder gets its absolute path.
         base = str(folder.resolve()) if Path(model).is_dir() else os.fspath(model)
         if is_adapted:
             stored = reader.stored if isinstance(reader, SafetensorsFolder | CodesReader) else None
@@ -187,12 +187,11 @@ def _source(model: Given, config: RunConfig, short: ShortArguments) -> tuple[Pre
 
     if peft_config is not None:
         add_given(skeleton, peft_config, base)
-        # A new score is drawn before the adapters, from the same generator: they go on where it has stopped.
+        # A new score is drawn before the adapters from the same generator, which the adapters continue.
         generator = reader.generator if isinstance(reader, NewScore) else None
         reader = AdaptedWeights(reader, skeleton, config.train.seed, generator=generator)
 
-    # After the reader: a model in RAM says which of its parameters are frozen, and the patterns that the caller names
-    # win over that.
+    # After the reader: a model in RAM defines which parameters are frozen, and the caller's patterns override that.
     freeze(skeleton, short.get("frozen", ()), "frozen")
     if is_adapted:
         check_trained(skeleton)
@@ -202,13 +201,13 @@ def _source(model: Given, config: RunConfig, short: ShortArguments) -> tuple[Pre
 def _in_folder(
     folder: Path, config: RunConfig, num_labels: int | None, *, is_adapted: bool
 ) -> tuple[PreTrainedModel, TensorReader]:
-    """Return the skeleton of a folder's model, and its reader.
+    """Return the skeleton of a folder's model, and the reader of its weights.
 
     Args:
         folder: the model's folder.
-        config: how the model computes, and the seed of a score that begins anew.
+        config: how the model computes, and the seed of a new score.
         num_labels: as for `stream`.
-        is_adapted: whether adapters are to be put into it, whose base may be quantised.
+        is_adapted: whether adapters will be added. The base may then be quantised.
     """
     computing = config.model
     found = read_model_config(computing, folder)
@@ -233,12 +232,12 @@ def _in_folder(
 
 
 def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[PreTrainedModel, TensorReader, bool]:
-    """Return the skeleton of a model in RAM with its own adapters, its reader, and whether it has any.
+    """Return the skeleton of a model in RAM, the reader of its weights, and whether it has adapters of its own.
 
     Args:
         model: a model of transformers, or a `PeftModel` around one.
         computing: how the model computes.
-        is_new: whether other adapters are to be put into it.
+        is_new: whether new adapters will be added.
     """
     inside, config = unwrap_peft(model)
     if not isinstance(inside, PreTrainedModel):
@@ -246,7 +245,7 @@ def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[
             f"{type(inside).__name__} is no model of transformers. Give the model itself, and name what is not trained "
             "in frozen."
         )
-    # Hooks on parameters would never be called: no gradient comes to these.
+    # Hooks on parameters would never be called, since parameters get no gradient here.
     check_gradient_hooks(inside)
     if is_new and config is not None:
         raise UnsupportedModelError("the model has adapters already: leave out peft_config, or give the model itself.")
@@ -255,15 +254,15 @@ def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[
     skeleton = copied_skeleton(inside, computing.attention)
     if config is not None:
         check_adapters(skeleton, config)
-    return skeleton, InRam(inside), config is not None
+    return skeleton, InMemoryWeights(inside), config is not None
 
 
 def _own_attention(model: object) -> str:
-    """Return the attention implementation that a model in RAM says, or sdpa."""
+    """Return the attention implementation of a model in RAM, or sdpa."""
     if not isinstance(model, nn.Module):
         return "sdpa"
     inside, _ = unwrap_peft(model)
     config = getattr(inside, "config", None)
 
-    # A module of another library has no such setting. It is refused later, with a message of its own.
+    # A module of another library has no such setting, and is refused later by name.
     return getattr(config, "_attn_implementation", None) or "sdpa"

@@ -1,11 +1,11 @@
-"""Generation by a streamed model: all weights on the GPU, loaded once, in memory that training lends.
+"""Text generation with a streamed model: all weights on the GPU, loaded once, in memory that training lends.
 
     with streamed.lent_memory(), streamed.held_weights():
         streamed.model.generate(...)  # as often as you like: no token moves a weight
 
-Between two steps nothing of training is needed on the GPU: slots and gradients hold nothing, and state at home there
-goes to RAM. Before that everything ends that is still under way: updates that are due, also speculative ones, their
-write-backs, and weights that are being given out.
+Between two steps training needs nothing on the GPU: slots and gradients are empty, and state at home there can move to
+RAM. Before that, all pending work ends: updates that are due (speculative ones too), their write-backs, and weights
+that an engine is reading.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _LOG = logging.getLogger("megatier")
 
 
 class StreamedGeneration(StreamedSteps):
-    """What a streamed model does while it, or an engine beside it, generates text.
+    """The part of a streamed model that generates text, by itself or through an engine.
 
     Attributes:
-        lends_memory: whether the model's `generate` and `generate_batch`, and TRL's colocated vLLM, lend the GPU memory
+        lends_memory: whether the model's `generate` and `generate_batch`, and TRL's colocated vLLM, use the GPU memory
             of training while they run. It may be set at any time.
     """
 
     def __init__(self, session: Session, *, is_from_folder: bool, has_new_adapters: bool) -> None:
-        """Take a session that is loaded; see `StreamedState`."""
+        """Take a loaded session; see `StreamedState`."""
         super().__init__(session, is_from_folder=is_from_folder, has_new_adapters=has_new_adapters)
         self.lends_memory = False
         self._resident = ResidentWeights(session, session.setup.config.tiers.gpu_limit)
@@ -52,20 +52,20 @@ class StreamedGeneration(StreamedSteps):
 
     @contextlib.contextmanager
     def lent_memory(self) -> Iterator[None]:
-        """Lend the GPU memory of slots, gradients and state at home there to whoever generates inside.
+        """Lend the GPU memory of slots, gradients and state to generation inside.
 
-        That state is in RAM meanwhile, beside the budgets; the room for it there is kept. Inside, the model runs only
-        in `held_weights()`, and `weights()` feed an engine. Whatever ends the block takes the memory back, and all
-        state is as it was. If others have the memory still, the next call of this object takes it back. Ranks open it
-        together: all of them lend, or none does.
+        State from the GPU is in RAM meanwhile, outside the budgets. Inside, the model runs only in `held_weights()`,
+        and `weights()` feed an engine. When the block ends, the memory is taken back and the state restored. If others
+        still use the memory then, the next call of this object takes it back. Ranks open the block together: all of
+        them lend, or none does.
 
         Raises:
             StreamedModelError: a step is open.
-            CapacityError: RAM has no room for the state, on this rank or another one; or, at the end, others have the
-                memory still.
+            CapacityError: RAM has no room for the state, on this rank or another one; or others still use the memory at
+                the end.
         """
         self._finish_updates("Lending memory", "lent_memory()")
-        # Views of the arena are found by addresses, which may be those of other bytes later.
+        # Views of the arena are cached by address, and other bytes may lie there later.
         self._engine.model.forget({unit.name for unit in self._session.own_units})
 
         loan = self._session.store.loan
@@ -82,13 +82,13 @@ class StreamedGeneration(StreamedSteps):
                 loan.take_back()
 
     def lent_room(self) -> LentRoom:
-        """Return what text in lent memory will have of this GPU, and what lending takes of RAM. Nothing is moved.
+        """Return how much GPU memory generation in lent memory will have, and how much RAM lending takes.
 
-        Call it between two steps, as before a run: a text then fails no more for want of memory for weights.
+        Nothing is moved. Call it between two steps, such as before a run, to find a lack of memory early.
 
         Raises:
             StreamedModelError: a step is open, or memory is lent.
-            CapacityError: all weights at once do not fit the GPU, or RAM has no room for the state at home there.
+            CapacityError: all weights together do not fit the GPU, or RAM has no room for the state.
         """
         self._check_between_steps("Counting lent memory")
         self._session.store.loan.check_ram()
@@ -96,13 +96,13 @@ class StreamedGeneration(StreamedSteps):
 
     @contextlib.contextmanager
     def held_weights(self) -> Iterator[None]:
-        """Hold all weights on the GPU inside, in the compute dtype. They are loaded once, and no forward moves any.
+        """Hold all weights on the GPU inside, in the compute dtype. They are loaded once, and forwards load nothing.
 
-        Only forwards without gradients are made inside. Within `lent_memory()` there is room where the state was, else
-        beside it. Ranks open it together, and each makes the texts that it likes.
+        Only forwards without gradients run inside. Within `lent_memory()` the weights use the lent memory, otherwise
+        other GPU memory. Ranks open the block together, and each generates its own texts.
 
         Raises:
-            StreamedModelError: a step is open, or no forward was made with tile_tokens.
+            StreamedModelError: a step is open, or a model with tile_tokens has made no forward yet.
             CapacityError: the weights do not fit.
         """
         if self._resident.is_loaded:
@@ -124,7 +124,7 @@ class StreamedGeneration(StreamedSteps):
             yield
 
     def _log_held_weights(self) -> None:
-        """Say once what is held, and what training has lent for it. The first rank alone does."""
+        """Log once, on the first rank, what is held and what training has lent for it."""
         if self._has_logged or self.rank > 0:
             return
         self._has_logged = True
@@ -144,7 +144,7 @@ class StreamedGeneration(StreamedSteps):
         )
 
     def _check_open(self) -> None:
-        """Refuse what needs the tiers while text is generated; see `StreamedSteps._check_open`."""
+        """Refuse calls that need the tiers during generation; see `StreamedSteps._check_open`."""
         super()._check_open()
         if self._is_lending or self._resident.is_loaded:
             raise StreamedModelError(
@@ -152,11 +152,11 @@ class StreamedGeneration(StreamedSteps):
                 "held_weights() make forwards without gradients alone, and inside of lent_memory() open held_weights() "
                 "for them. Leave the block for everything else."
             )
-        # Others may have had it when the block ended.
+        # Others may have used it when the block ended.
         self._session.store.loan.take_back()
 
     def _begin_weights(self) -> None:
-        # All updates were over before the memory was lent, so an engine that has it may be fed there.
+        # All updates ended before the memory was lent, so an engine that uses it can be fed.
         if self._is_lending and not self._resident.is_loaded:
             self._stop_weights()
             self._sync_ranks("weights()")
@@ -164,7 +164,7 @@ class StreamedGeneration(StreamedSteps):
             super()._begin_weights()
 
     def _held_forward(self) -> contextlib.AbstractContextManager[None]:
-        """Run one forward with weights that are held inside."""
+        """Run one forward inside, with weights that are held."""
         self._session.owner.check()
         if torch.is_grad_enabled():
             raise StreamedModelError(
@@ -175,10 +175,10 @@ class StreamedGeneration(StreamedSteps):
 
     @contextlib.contextmanager
     def _generation(self, *, holds: bool) -> Iterator[None]:
-        """Generate inside, in memory that is lent if `lends_memory` says so.
+        """Generate inside, in lent memory if `lends_memory` is set.
 
         Args:
-            holds: whether all weights have to be held, in memory that is not lent too.
+            holds: whether all weights must be held, even if no memory is lent.
         """
         with contextlib.ExitStack() as opened:
             if self.lends_memory and not (self._is_lending or self._resident.is_loaded):
@@ -218,9 +218,9 @@ class StreamedGeneration(StreamedSteps):
 
 @contextlib.contextmanager
 def _noting_managers(model: Any) -> Iterator[list[Any]]:  # noqa: ANN401 - of transformers
-    """Note the managers of continuous batching that a model opens inside, and end their threads after that.
+    """Collect the managers of continuous batching that a model opens inside, and stop their threads afterwards.
 
-    After an error transformers waits for a thread no longer than some seconds, and its forwards would find no weights.
+    After an error transformers waits only some seconds for a thread, whose forwards would then find no weights.
     """
     managers: list[Any] = []
     opens = model.init_continuous_batching
@@ -235,24 +235,24 @@ def _noting_managers(model: Any) -> Iterator[list[Any]]:  # noqa: ANN401 - of tr
         finally:
             for manager in managers:
                 if manager.is_running():
-                    # Older versions know no such stop, and end all texts first.
+                    # Older versions have no hard stop, and finish all texts first.
                     hard = "hard_stop" in inspect.signature(manager.stop).parameters
                     manager.stop(block=True, **({"hard_stop": True} if hard else {}))
 
 
 def _check_texts(texts: dict[str, Any], num_asked: int, managers: list[Any]) -> None:
-    """Raise the error that ended texts: transformers logs it, and returns what there is.
+    """Raise the error that stopped generation: transformers only logs it, and returns the texts that it has.
 
     Args:
-        texts: what it returns.
-        num_asked: the least number of texts that were asked for.
-        managers: those that made them.
+        texts: the texts that transformers returned.
+        num_asked: the number of prompts.
+        managers: the managers that generated them.
 
     Raises:
-        StreamedModelError: some are missing, or there in part alone.
+        StreamedModelError: texts are missing or incomplete.
     """
     for manager in managers:
-        # Of versions that keep it, the error itself.
+        # Newer versions keep the error itself.
         status = getattr(manager, "background_thread_status", None)
         if (error := getattr(status, "fatal_error", None)) is not None:
             raise error

@@ -1,4 +1,4 @@
-"""The torch optimizer of a streamed model: settings that schedulers drive, and the calls that end a step."""
+"""The torch optimizer of a streamed model: its settings, which schedulers change, and the calls that end a step."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Stepped(Protocol):
     model: PreTrainedModel
 
     def finish_step(self) -> object:
-        """Clip, and make the step's updates due."""
+        """Clip, and release the step's updates."""
 
     def drop_gradients(self) -> None:
-        """Give up the step that has begun."""
+        """Abandon the step that has begun."""
 
 
 class StreamedOptimizer(ExternalStateOptimizer):
     """The optimizer of a streamed model: AdamW, or Muon for the matrices of layers.
 
-    It has two groups, the parameters with weight decay and those without it (biases, norms). Frozen ones are in
-    neither. `step` reads learning rate, betas, eps, decay and momentum, whenever the updates themselves run.
+    It has two groups: parameters with weight decay, and those without (biases, norms). Frozen parameters are in
+    neither. `step` reads the learning rate, betas, eps, decay and momentum when it is called, whenever the updates run.
     `state_dict` holds only the settings, because `Streamed.save` writes the moments.
     """
 
     _remedy = "Streamed.save writes weights and moments, and Streamed.restore takes them."
 
     def __init__(self, streamed: Stepped, train: TrainConfig) -> None:
-        """Sort the parameters into two groups, with the settings to begin with; only `Streamed` makes one."""
+        """Sort the parameters into two groups with their initial settings. Only `Streamed` makes one."""
         self._streamed = streamed
-        # torch wants the parameters themselves. They lie on meta, so the groups say which weights decay and hold none.
+        # torch requires the parameters themselves. They lie on meta, so the groups only say which weights decay.
         decayed = decays(streamed.model)
         parameters = [(name, p) for name, p in streamed.model.named_parameters() if p.requires_grad]
         groups = [
@@ -69,23 +69,23 @@ class StreamedOptimizer(ExternalStateOptimizer):
         self._streamed.drop_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse any group but the two that the optimizer is made with.
+        """Refuse any group besides the two that the constructor adds.
 
         Raises:
-            StreamedModelError: it has both of them already.
+            StreamedModelError: both groups are there already.
         """
-        # torch's own constructor adds the two groups by this method.
+        # torch's constructor adds the two groups by this method.
         if len(self.param_groups) == 2:
             raise StreamedModelError("the optimizer of a streamed model has all its parameters; no group can be added.")
         super().add_param_group(param_group)
 
     def settings(self) -> tuple[float, dict[str, Any]]:
-        """Return the learning rate as the groups have it now, and their other settings by names of `Hyperparameters`.
+        """Return the current learning rate, and the other settings by their names in `Hyperparameters`.
 
         Raises:
-            StreamedModelError: the groups differ in a setting that they have to share.
+            StreamedModelError: the groups differ in a setting that they must share.
         """
-        # torch would update what the groups hold by now, so a user who has changed them expects that.
+        # torch would update the current parameters of the groups, so a user who has changed them expects that.
         if self._parameters_now() != self._own:
             raise StreamedModelError(
                 "the groups of a streamed model's optimizer are those that it was opened with, in their order: name "
@@ -94,7 +94,7 @@ class StreamedOptimizer(ExternalStateOptimizer):
         for group in self.param_groups:
             check_group(group, self._settings)
 
-        # The kernels take one set of scalars for all units, and decay is on or off for each parameter.
+        # The kernels use one set of scalars for all units, and decay is on or off for each parameter.
         decayed, others = self.param_groups
         if different := [name for name in _SHARED_SETTINGS if decayed.get(name) != others.get(name)]:
             raise StreamedModelError(
@@ -108,19 +108,19 @@ class StreamedOptimizer(ExternalStateOptimizer):
         return float(decayed["lr"]), {"beta1": beta1, "beta2": beta2} | own
 
     def _view(self) -> _OnTiers:
-        """Return the object that `state` is."""
+        """Return the value of `state`."""
         return _OnTiers()
 
     def _parameters_now(self) -> list[list[int]]:
-        """Return which parameters each group has, and in which order."""
-        # By identity: tensors compare element by element, and those on meta have no elements to compare.
+        """Return the ids of each group's parameters, in order."""
+        # By identity, since tensors compare elementwise, and those on meta have no elements.
         return [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the settings that a load brings; torch calls this after its own checks.
+        """Restore loaded settings. torch calls this after its own checks.
 
         Raises:
-            OptimizerError: it brings moments too, which nobody would read, or settings of another optimizer.
+            OptimizerError: the loaded state has moments, which would be ignored, or settings of another optimizer.
             ConfigError: a setting is out of range.
         """
         if state["state"]:
@@ -130,20 +130,20 @@ class StreamedOptimizer(ExternalStateOptimizer):
         super().__setstate__({"param_groups": state["param_groups"]})
 
     def saved_settings(self) -> list[dict[str, Any]]:
-        """Return all settings of each group as plain JSON, those that schedulers add included."""
+        """Return all settings of each group as plain JSON, including those that schedulers add."""
         return [
             {name: _plain(value) for name, value in group.items() if name != "params"} for group in self.param_groups
         ]
 
     def take_saved_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take back the settings that `saved_settings` returned."""
+        """Restore the settings that `saved_settings` returned."""
         # JSON has no tuples, so the betas come back as a list.
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: tuple(value) if name == "betas" else value for name, value in saved.items()})
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a group has
-    """Return a number of another library, such as a schedule in numpy gives, as JSON takes it."""
+    """Convert a number of another library, such as from a numpy schedule, to one that JSON supports."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     is_number = isinstance(value, numbers.Real)
@@ -152,10 +152,10 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a group has
 
 
 class _OnTiers(dict[Any, Any]):
-    """`optimizer.state` of a streamed model: nothing to look at, and no sign that there is nothing yet."""
+    """`optimizer.state` of a streamed model: it raises an error wherever it would look like an empty state."""
 
     def __bool__(self) -> bool:
-        """Refuse to say: the caller would make a step to begin the state, or take it for all there is.
+        """Refuse to answer, since the caller would take the state for empty and initialise it.
 
         Raises:
             StreamedModelError: always.

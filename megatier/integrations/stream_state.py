@@ -1,7 +1,7 @@
 """The state of a streamed model between two steps: its masters as tensors, exports and checkpoints.
 
-Ranks share the state, so all of this is for all ranks to call alike. A call that one of them leaves out is an error on
-all of them.
+The ranks share the state, so all of them make each of these calls. If one rank makes another call, all of them raise an
+error.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ OF_ENGINES = {
     "get_global_grad_norm": "its .grad_norm()",
     "global_steps": "its .steps",
 }
-"""What DeepSpeed's engine, or a model, has, and what a streamed model has for it."""
+"""Attributes of DeepSpeed's engine, or of a model, and what to use instead."""
 
 
 class StreamedState(ABC):
-    """The state of a streamed model between two steps: it can be read, written and restored.
+    """The part of a streamed model that reads, writes and restores its state, between two steps.
 
     Attributes:
         model: the Hugging Face model.
@@ -76,12 +76,12 @@ class StreamedState(ABC):
     optimizer: StreamedOptimizer
 
     def __init__(self, session: Session, *, is_from_folder: bool, has_new_adapters: bool) -> None:
-        """Take a session that is loaded.
+        """Take a loaded session.
 
         Args:
             session: the session.
             is_from_folder: whether the weights are those of the folder that the model's config names.
-            has_new_adapters: whether the model has adapters that begin now.
+            has_new_adapters: whether the model has newly initialised adapters.
         """
         config = session.setup.config
         self._session = session
@@ -94,25 +94,25 @@ class StreamedState(ABC):
         self.groups = config.train.groups
         self.steps = 0
         self._inside = 0
-        """The thread whose forward is running; 0: none is."""
+        """The id of the thread that runs a forward; 0: none does."""
         self._hub_weights: HubWeights | None = None
 
     @abstractmethod
     def _check_between_steps(self, what: str) -> None:
-        """Refuse what cannot be done while a step is open.
+        """Refuse a call while a step is open.
 
         Args:
-            what: the subject of the refusal.
+            what: the subject of the message.
         """
 
     @property
     def device(self) -> torch.device:
-        """Device on which the model computes, and to which batches belong."""
+        """The device on which the model computes, where batches belong."""
         return self._session.engine.options.device
 
     @property
     def has_logits(self) -> bool:
-        """Whether the model gives logits as well as the loss."""
+        """Whether the model returns logits besides the loss."""
         return not self._session.engine.model.fuses_loss
 
     @property
@@ -127,11 +127,11 @@ class StreamedState(ABC):
 
     @property
     def has_new_adapters(self) -> bool:
-        """Whether the model has adapters with which it computes what its base does, since no step was made."""
+        """Whether the model has new adapters and no step was made, so that it still computes what its base does."""
         return self._begins_adapters and not self.steps
 
     def __call__(self, *_: Never, **__: Never) -> NoReturn:
-        """Say what is called instead.
+        """Refuse the call, and say what to call instead.
 
         Raises:
             StreamedModelError: always.
@@ -139,7 +139,7 @@ class StreamedState(ABC):
         raise StreamedModelError("a Streamed is no model itself: call its .model, as in streamed.model(**batch).")
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say what to give to those who take this for a model, or for DeepSpeed's engine."""
+        """Say what to use instead, to users who take this for a model or for DeepSpeed's engine."""
         if name in OF_ENGINES:
             raise AttributeError(f"'Streamed' object has no attribute {name!r}. Use {OF_ENGINES[name]} instead.")
         raise AttributeError(
@@ -149,12 +149,12 @@ class StreamedState(ABC):
         )
 
     def try_tiles(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Find out, before the first forward with tiles of tokens, which modules run in them. All ranks come here.
+        """Find out, before the first forward with tiles of tokens, which modules run in them. All ranks call this.
 
         Args:
-            forward: the forward that is to come.
-            args: what it is given.
-            kwargs: the same, by name.
+            forward: the coming forward.
+            args: its arguments.
+            kwargs: its keyword arguments.
         """
         if self._session.engine.model.knows_tiles or self._inside:
             return
@@ -163,27 +163,27 @@ class StreamedState(ABC):
         few = few_tokens([*args, *kwargs.values()])
         named = dict(zip(kwargs, few[len(args) :], strict=True))
 
-        # The model's own forward takes itself for a part of this one then, and begins none of its own.
+        # With this set, the model's forward counts as a part of this one and begins none of its own.
         self._inside = threading.get_ident()
         try:
             self._session.engine.try_tiles(lambda: forward(*few[: len(args)], **named), "try tiles")
         finally:
             self._inside = 0
 
-        # Nobody asks for the events of this pass, which would count for the first step.
+        # Dropped, or the events of this pass would count for the first step.
         self._session.player.take_events()
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Let forwards be those of the base without its adapters for a while. Use it under `torch.no_grad`."""
+        """Disable the adapters inside, so that forwards are those of the base. Use it under `torch.no_grad`."""
         return without_adapters(self.model)
 
     def all_of(self, value: T) -> list[T]:
-        """Return the objects of all ranks in their order, such as losses to add up. Any object will do."""
+        """Gather one object from each rank, in the order of ranks, such as losses to add up."""
         self._sync_ranks("all_of()")
         return self._all_ranks.all_gather_object(value)
 
     def read(self, name: str) -> Tensor:
-        """Return the fp32 master of a parameter after all steps so far, as a copy on the CPU. All ranks get it.
+        """Return a copy of a parameter's fp32 master on the CPU, after all steps so far, on all ranks.
 
         Args:
             name: the parameter's name in the model; a tied one has its first name.
@@ -201,9 +201,9 @@ class StreamedState(ABC):
         return self._read(places[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all fp32 masters by name, a tied one once, and persistent buffers, as copies on the CPU.
+        """Return copies of all fp32 masters by name, a tied one once, and of persistent buffers, on the CPU.
 
-        All ranks get all of them.
+        Every rank gets all of them.
 
         Raises:
             CapacityError: they do not fit RAM; `export` and `save` stream.
@@ -212,7 +212,7 @@ class StreamedState(ABC):
         self._finish_updates("Reading weights", "state_dict()")
         places = places_of(self._session.whole_units)
 
-        # Checked before the first copy: a process that runs out of RAM half way is killed, and says nothing.
+        # Checked before the first copy, since a process that runs out of RAM is killed without a message.
         with self._all_ranks.failing_together():
             num_elements = sum(tensor.num_elements for parts in places.values() for _, tensor in parts)
             # In fp32, for each rank of this host.
@@ -228,14 +228,15 @@ class StreamedState(ABC):
         return {name: self._read(parts) for name, parts in places.items()} | buffers
 
     def weights(self) -> HubWeights:
-        """Return the weights that the next forward uses by the names of the model's folder, for an engine.
+        """Return the weights of the next forward, by their names in the model's folder, for an inference engine.
 
-        Iterate over it as often as you like, between two steps: each tensor comes by itself, and none of all is whole.
+        Iterate over it between two steps, as often as you like. Tensors come one by one, so they are never all in
+        memory.
 
         Raises:
             UnsupportedModelError: no layout of the model's folder is known that loads back.
         """
-        # Kept from call to call: which tensors there are does not change, only their numbers do.
+        # Cached, since only the numbers change, not the set of tensors.
         if self._hub_weights is None:
             self._hub_weights = HubWeights(self._session, self._begin_weights)
         return self._hub_weights
@@ -244,7 +245,7 @@ class StreamedState(ABC):
         self._finish_updates("Giving weights out", "weights()")
 
     def _stop_weights(self, *, after_error: bool = False) -> None:
-        """Give no more weights to whoever takes them: the model is used in another way, or closes."""
+        """Stop an iteration over weights, because the model is used in another way or closes."""
         if self._hub_weights is not None and after_error:
             self._hub_weights.drop()
         elif self._hub_weights is not None:
@@ -257,9 +258,9 @@ class StreamedState(ABC):
         dtype: Literal["bf16", "fp32"] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """Write a folder that `from_pretrained` loads, or that of `PeftModel` if the model has adapters.
+        """Write a folder for `from_pretrained`, or one for `PeftModel` if the model has adapters.
 
-        The weights are written piece by piece, by the first rank.
+        The first rank writes the weights, piece by piece.
 
         Args:
             folder: a new or empty folder.
@@ -273,7 +274,7 @@ class StreamedState(ABC):
         session = self._session
         written = session.engine.options.dtype if dtype is None else COMPUTE_DTYPES[dtype]
         with self._all_ranks.failing_together(), session.reading_masters() as read:
-            # The first rank alone has what reads: the others send it their shards inside.
+            # Only the first rank has a reader. The others send it their shards inside.
             if read is not None:
                 export_trained(
                     Path(folder),
@@ -286,10 +287,10 @@ class StreamedState(ABC):
                 )
 
     def save(self, folder: StrPath) -> Path:
-        """Write a checkpoint, `step-...` in the folder: weights and moments in fp32, settings, the number of the step.
+        """Write a checkpoint `step-...` into the folder: weights and moments in fp32, settings, and the step number.
 
-        It takes the place of a checkpoint of the same step, which stays whole until the new one is on the drive. All
-        ranks write it together, so the folder has to be the same for all of them.
+        It replaces a checkpoint of the same step, which stays whole until the new one is on the drive. All ranks write
+        it together, so all of them must see the same folder.
 
         Returns:
             The path of the checkpoint.
@@ -300,11 +301,11 @@ class StreamedState(ABC):
         self._finish_updates("A checkpoint", "save()")
         path = Path(folder)
 
-        # By the first rank, before any of them writes there.
+        # On the first rank, before any rank writes there.
         self._all_ranks.broadcast(lambda: _make_ready(path))
         tiles = self._session.engine.model.tiles
         state = {
-            # By this key `restore` tells such a checkpoint from one of `megatier train`.
+            # By this key `restore` tells this kind of checkpoint from one of `megatier train`.
             "streamed": self.optimizer.saved_settings(),
             "environment": read_environment(self.device),
             "groups": self.groups,
@@ -318,7 +319,7 @@ class StreamedState(ABC):
         return writer.wait()
 
     def saved_groups(self, folder: StrPath) -> int | None:
-        """Return how many groups the steps of the last checkpoint of a folder had. All ranks call it alike.
+        """Return the number of groups in the steps of a folder's last checkpoint. All ranks call it.
 
         Returns:
             The number of backwards of all ranks together; None: an older version wrote the checkpoint.
@@ -329,10 +330,9 @@ class StreamedState(ABC):
         return self._all_ranks.broadcast(lambda: SavedStream.find(Path(folder)).groups)
 
     def restore(self, folder: StrPath) -> None:
-        """Take the state of the last checkpoint of a folder, bit by bit. The tiers may be others than those it is from.
+        """Restore the last checkpoint of a folder, bit by bit. It may come from other tiers or another number of ranks.
 
-        So may the number of ranks. This also mends a model that was interrupted while state was changed
-        (`TornStateError`).
+        This also repairs a model whose state was interrupted while it changed (`TornStateError`).
 
         Raises:
             CheckpointError: there is no checkpoint, or it is of another model or optimizer, or of moments of another
@@ -347,7 +347,7 @@ class StreamedState(ABC):
         self._sync_ranks("restore()")
         saved = self._saved(Path(folder))
         tiles = read_tiles(saved.state)  # read before anything is changed, as it may be damaged
-        # Weights that are held for a text that is generated would be those of before.
+        # Weights that are held for generation would be old ones.
         self._held.drop_all()
 
         def take_rest() -> None:
@@ -355,15 +355,15 @@ class StreamedState(ABC):
             self._session.engine.model.take_tiles(tiles)
             self.steps = parse_step(saved.path)
 
-        # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
+        # Settings and the step number belong to the state, so if one of them cannot be restored, the state is torn.
         restore(self._session, saved.path, take_rest=take_rest)
 
     def restore_weights(self, folder: StrPath) -> None:
-        """Take the masters of the last checkpoint of a folder alone: moments, settings and steps stay as they are.
+        """Restore only the masters of a folder's last checkpoint. Moments, settings and steps stay as they are.
 
         Raises:
             CheckpointError: see `restore`.
-            TornStateError: something was interrupted while state was changed, so `restore` has to mend it.
+            TornStateError: the state was interrupted while it changed, so `restore` has to repair it.
         """
         self._finish_updates("Restoring weights", "restore_weights()")
         saved = self._saved(Path(folder))
@@ -371,9 +371,9 @@ class StreamedState(ABC):
         restore(self._session, saved.path, weights_only=True)
 
     def _saved(self, folder: Path) -> SavedStream:
-        """Return the last checkpoint of a folder, which is refused if it is of another optimizer or base.
+        """Return the last checkpoint of a folder, and check its optimizer and base.
 
-        A warning says what rounds steps in other ways from it on.
+        A warning names settings that will round the next steps differently.
         """
 
         def find() -> SavedStream:
@@ -388,37 +388,37 @@ class StreamedState(ABC):
 
     @property
     def _compiled(self) -> str:
-        """How layers and loss are compiled, which decides in which order they add up."""
+        """How layers and loss are compiled, which affects the order of sums."""
         compilation = self._session.engine.options.compilation
         if compilation is None:
             return "not at all"
         return "for batches of any size" if compilation.any_shape else "for batches of one size"
 
     def _finish_updates(self, what: str, call: str) -> None:
-        """Finish all updates that are due, so that weights may be read.
+        """Finish all pending updates, so that weights can be read.
 
         Args:
-            what: the subject of the refusal, if a step is open.
-            call: what all ranks have to call.
+            what: the subject of the message if a step is open.
+            call: the call that all ranks must make.
         """
         self._check_between_steps(what)
         self._sync_ranks(call)
         self._session.player.drain()
 
     def _sync_ranks(self, call: str, dropped: str = "") -> list[tuple[int, str]]:
-        """Wait until all ranks have come to the same call: they share the state, so each needs the others for it.
+        """Synchronise all ranks, and check that they make the same call, since each needs the others' shards for it.
 
         Args:
-            call: what this rank has come to.
-            dropped: why it has dropped the open step; empty if it has not.
+            call: this rank's call.
+            dropped: why this rank has dropped the open step; empty: it has not.
 
         Returns:
-            The ranks that have dropped it, each with its cause.
+            The ranks that have dropped it, each with its reason.
 
         Raises:
-            StreamedModelError: another rank has come to another call.
+            StreamedModelError: another rank makes another call.
         """
-        # A rank that makes another call meets the others here as well, so that all of them name it, and none hangs.
+        # A rank that makes another call synchronises here too, so all ranks report it and none hangs.
         told = self._all_ranks.all_gather_object((call, dropped))
         for rank, (other, _) in enumerate(told):
             if other != call:
@@ -430,7 +430,7 @@ class StreamedState(ABC):
         return [(rank, cause) for rank, (_, cause) in enumerate(told) if cause]
 
     def _read(self, parts: Sequence[tuple[Unit, TensorSlice]]) -> Tensor:
-        """Read a whole parameter, whose parts may lie in several units (experts that were cut)."""
+        """Read a whole parameter, whose parts may lie in several units (split experts)."""
         num_elements = sum(tensor.num_elements for _, tensor in parts)
         master = torch.empty(num_elements, dtype=torch.float32, device="cpu")
         first = 0
@@ -444,8 +444,8 @@ class StreamedState(ABC):
 
 
 def _make_ready(folder: Path) -> None:
-    """Make a folder of checkpoints, and put back what a killed process has left half replaced."""
+    """Create a folder of checkpoints, or repair what a killed process has left half replaced."""
     folder.mkdir(parents=True, exist_ok=True)
 
-    # A process that was killed between the two renames of a switch has left the old checkpoint under another name.
+    # A process that was killed between two renames has left the old checkpoint under another name.
     settle_replaced(folder)

@@ -1,6 +1,6 @@
-"""The steps of a streamed model in a user's loop: opened by a forward, ended by `optimizer.step`, or dropped.
+"""The steps of a streamed model in a user's loop: begun by a forward, ended by `optimizer.step`, or dropped.
 
-Ranks end and drop steps together. Where they meet, each says what it has come to.
+Ranks end and drop steps together. Wherever they synchronise, each says which call it has reached.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from megatier.trace.events import TraceEvent, write_trace
 
 FORWARD = "a forward with gradients"
 OPTIMIZER_STEP = "optimizer.step()"
-"""What ranks have come to, where they meet within a step."""
+"""The calls at which ranks synchronise within a step."""
 _TRACED_STEPS = 3
-"""The number of last steps that `Streamed.write_trace` writes."""
+"""The number of steps that `Streamed.write_trace` writes."""
 
 
 class StreamedSteps(StreamedState):
-    """The step of a streamed model that is open, and those that have ended.
+    """The part of a streamed model that runs steps: the open one, and the results of those before.
 
     Attributes:
-        rank: number of this process among the ranks, from 0.
-        num_ranks: number of ranks, 1 without `torchrun`.
-        accumulation_steps: number of backwards per `optimizer.step` that this process makes.
+        rank: this process's rank.
+        num_ranks: the world size, 1 without `torchrun`.
+        accumulation_steps: number of backwards per `optimizer.step` on this rank.
         last: result of the last step.
     """
 
@@ -50,15 +50,15 @@ class StreamedSteps(StreamedState):
         self.last: StepResult | None = None
         self._step = OpenStep()
         self._events: list[tuple[int, list[TraceEvent]]] = []
-        """The last steps by number, with what happened in them."""
+        """The events of the last steps, with their numbers."""
 
         self._is_closed = False
         self._has_left_step = False
-        """Whether this rank has left a step half-way, in which the others are still."""
+        """Whether this rank has left a step half-way, while the others are still in it."""
 
     @property
     def clip(self) -> float | None:
-        """Global gradient norm to clip to, above 0, read by `optimizer.step`; None: off."""
+        """Global gradient norm to clip to, above 0; None: off. `optimizer.step` reads it."""
         return self._clip
 
     @clip.setter
@@ -68,27 +68,27 @@ class StreamedSteps(StreamedState):
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step is open: a forward with gradients was made since the last step."""
+        """Whether a step is open: a forward with gradients has run since the last step."""
         return self._step.num_groups > 0
 
     def grad_norm(self) -> float:
-        """Return the exact global norm of the step's gradients, before they are clipped.
+        """Return the exact global norm of the step's gradients before clipping.
 
         Call it after the last backward of the step. The host waits for the device.
 
         Raises:
             StreamedModelError: a backward is missing.
-            TimelineError: the step used its units in another order than the first one.
+            TimelineError: the step used its units in another order than the first step.
             StepDroppedError: another rank has dropped the step.
         """
-        # Trainers ask for the norm before `optimizer.step` asks again. The pass can be ended only once.
+        # Trainers ask for the norm before `optimizer.step` does, but the pass can be ended only once.
         if self._step.norm is None:
             self._check_whole()
             if dropped := self._sync_ranks(OPTIMIZER_STEP):
                 self._drop_step()
                 raise StepDroppedError(self.steps + 1, dropped)
 
-            # A step whose pass has ended cannot be measured again, so whatever fails here gives the step up.
+            # A step whose pass has ended cannot be measured again, so any failure here abandons the step.
             try:
                 self._step.norm = self._engine.measure(self.steps + 1)
             except BaseException:
@@ -97,30 +97,30 @@ class StreamedSteps(StreamedState):
         return self._step.norm
 
     def finish_step(self) -> StepResult:
-        """Clip, and make the updates due with the settings of this moment; `optimizer.step` calls this.
+        """Clip, and release the updates with the current settings. `optimizer.step` calls this.
 
-        A step whose norm is not finite is left out: it changes no weight.
+        A step whose norm is not finite is skipped: it changes no weight.
 
         Raises:
             StreamedModelError: a backward is missing, or a setting cannot be taken.
-            NonFiniteError: too many steps in a row were not finite.
+            NonFiniteError: too many consecutive steps were not finite.
         """
         self._session.owner.check()
         norm = self.grad_norm()
         rate = self._take_settings()
         step = self.steps + 1
 
-        # The step is over for this object before the engine ends it: its number counts also if the engine raises
-        # because too many steps were left out, and a second `optimizer.step` must not end the same step again. An
-        # interrupt in here would leave a step that counts and of which no weight knows.
+        # The step is closed here before the engine ends it. Its number counts even if the engine raises because too
+        # many steps were skipped, and a second `optimizer.step` must not end it again. An interrupt in here would leave
+        # a step that counts but updated nothing.
         with self._session.store.consistency.call:
             self.steps = step
             losses = self._step.losses
             self._step = OpenStep()
 
-            # The loop may compute losses itself, so the guard gets one that is finite and judges by the norm.
+            # The loop may compute losses itself, so the guard gets a finite one and judges by the norm.
             result = self._engine.finish_step(step, rate, norm, 0.0)
-        # The engine has read the norm, so the device is through with the losses.
+        # The engine has read the norm, so the losses are ready too.
         loss = math.nan
         if len(losses) == self.accumulation_steps:
             loss = float(torch.stack(losses).sum())
@@ -129,11 +129,11 @@ class StreamedSteps(StreamedState):
         return self.last
 
     def abandon(self) -> None:
-        """Forget the forwards and backwards since the last step. No weight changes.
+        """Drop the forwards and backwards since the last step. No weight changes.
 
-        A rank that drops a step waits for the others, which may drop it too. Those that do not go on until their
-        `optimizer.step`, where they get a `StepDroppedError`. Several ranks cannot drop the first step, nor go on if
-        only some of them drop one whose `grad_norm` is known.
+        A rank that drops a step waits for the others, which may drop it too. Those that do not drop it go on until
+        their `optimizer.step`, which raises a `StepDroppedError`. Several ranks cannot drop the first step, nor
+        continue if only some of them drop one whose `grad_norm` is known.
         """
         self._session.owner.check()
         if not self.is_in_step:
@@ -148,7 +148,7 @@ class StreamedSteps(StreamedState):
             self._leave_step()
 
     def _sit_out(self, cause: str) -> None:
-        """Take no part any more in the open step, and drop it with all other ranks, once they have come to its end."""
+        """Sit out the rest of the open step, and drop it with all other ranks at its end."""
         for group in range(self._step.num_groups - 1, self.accumulation_steps):
             if group >= self._step.num_groups:
                 self._sync_ranks(FORWARD, cause)
@@ -157,32 +157,32 @@ class StreamedSteps(StreamedState):
         self._drop_step()
 
     def _drop_step(self) -> None:
-        """Drop the open step together with all other ranks, which have come to its end."""
+        """Drop the open step together with all other ranks, at its end."""
         self._step = OpenStep()
         self._engine.drop_step()
         self._session.player.take_events()  # nobody asks what happened in it
 
     def _leave_step(self) -> None:
-        """Leave the open step half-way. Several ranks cannot go on after that."""
+        """Leave the open step half-way. Several ranks cannot continue after that."""
         self._step = OpenStep()
         self._has_left_step = self.num_ranks > 1
         self._engine.abandon()
 
     def drop_gradients(self) -> None:
-        """Abandon the step, unless its first forward still waits for its backward; `optimizer.zero_grad` calls this."""
+        """Abandon the step, unless its first forward still awaits its backward. `optimizer.zero_grad` calls this."""
         self._session.owner.check()
         if self._has_gradient():
             self.abandon()
 
     def _has_gradient(self) -> bool:
-        """Return whether the open step has had a backward that trains."""
-        # Loops call zero_grad also between the forward and the backward of a step, where there is no gradient yet. A
-        # backward that was broken off, as by a want of memory, has made some.
+        """Return whether the open step has had a training backward."""
+        # Loops also call zero_grad between the forward and the backward of a step, where there is no gradient yet. A
+        # backward that failed, as from a lack of memory, has made some.
         is_waiting = self._engine.gradients.is_open and not self._engine.gradients.is_in_backward
         return self._step.num_groups > 1 or (self._step.num_groups == 1 and not is_waiting)
 
     def _take_settings(self) -> float:
-        """Hand the optimizer's settings of this moment to the arithmetic, and return the learning rate."""
+        """Apply the optimizer's current settings, and return the learning rate."""
         rate, others = self.optimizer.settings()
         arithmetic = self._session.optimizer
         arithmetic.hyper = replace(arithmetic.hyper, clip=self.clip, **others)
@@ -191,7 +191,7 @@ class StreamedSteps(StreamedState):
     def _check_whole(self) -> None:
         self._check_open()
 
-        # The last forward counts only when all of its backward is done, which an interrupt may have cut short.
+        # The last forward counts only when its backward has ended, which an interrupt may have prevented.
         made = self._step.num_groups
         if self.is_in_step and self._engine.gradients.is_open:
             made -= 1
@@ -204,7 +204,7 @@ class StreamedSteps(StreamedState):
             )
 
     def _check_open(self) -> None:
-        """Refuse a model that takes no calls any more, or not here, and drop a step whose forward has failed."""
+        """Check that the model is open and owned by this process. Drop a step whose forward has failed."""
         self._session.owner.check()
         if self._is_closed:
             raise StreamedModelError("this streamed model is closed; open it anew with megatier.stream.")
@@ -218,7 +218,7 @@ class StreamedSteps(StreamedState):
             self.abandon()
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write moves, updates, uses and stalls of the last three steps, for Perfetto.
+        """Write the moves, updates, uses and stalls of the last three steps for Perfetto.
 
         Raises:
             TransferError: the drive is full or gone.

@@ -1,15 +1,16 @@
-"""A streamed model in somebody else's loop: forward, `loss.backward()`, `optimizer.step()`.
+"""A streamed model in a user's loop: forward, `loss.backward()`, `optimizer.step()`.
 
     with megatier.stream("path/or/hub-id", tiers=TiersConfig(...), accumulation_steps=2) as streamed:
         loss = streamed.model(input_ids=..., labels=...).loss
         loss.backward()                       # twice: each backward is one group
         streamed.optimizer.step()
 
-The step is that of `engine.step`, cut at the user's calls. The first forward begins it, and `optimizer.step` ends it.
-A group is all forwards up to a backward. Updates run ahead of the next forward; whatever else reads weights waits.
+The step is that of `engine.step`, cut at the user's calls. The first forward begins it, and `optimizer.step` ends it. A
+group is all forwards up to a backward. Updates run ahead of the next forward, and everything else that reads weights
+waits for them.
 
-Under `torchrun` the processes are ranks, which share the state. Each makes forwards and backwards of its own rows, and
-`optimizer.step` adds up the gradients of all of them.
+Under `torchrun` the ranks share the state. Each runs forwards and backwards of its own rows, and `optimizer.step` adds
+up the gradients of all ranks.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ from megatier.session.session import Session
 class Streamed(ClosedWhenDropped, StreamedGeneration):
     """A model whose weights, gradients and state stream, for any loop. Use it from one thread.
 
-    Ranks make the same calls in the same order. A call that one of them leaves out is a `StreamedModelError` on all of
-    them, and an error that ends one of them is a `PeerError` on the others.
+    All ranks make the same calls in the same order. A missing call is a `StreamedModelError` on all of them, and an
+    error that ends one rank is a `PeerError` on the others.
 
     Attributes:
         model: the Hugging Face model, for forwards; its parameters lie on meta. Forwards with gradients, one or more,
             and the backward after them are one group of a step. A forward under `torch.no_grad` is an evaluation.
-        optimizer: the optimizer that schedulers, trainers and loops take.
-        accumulation_steps: number of backwards per `optimizer.step` that this process makes.
-        groups: number of backwards per `optimizer.step` that all ranks make together, whose gradients are added.
-        rank: number of this process among the ranks, from 0.
-        num_ranks: number of ranks, 1 without `torchrun`.
-        steps: number of steps that `optimizer.step` has ended, those that were left out included.
-        last: result of the last step: its norm, its clip coefficient, whether it was left out, and its loss. The loss
-            is the mean of those that the model gave in the step's forwards of this rank, or their sum if they were
-            called with `num_items_in_batch`; NaN if the loop computes losses itself. None before the first step.
+        optimizer: the optimizer for schedulers, trainers and loops.
+        accumulation_steps: number of backwards per `optimizer.step` on this rank.
+        groups: number of backwards per `optimizer.step` on all ranks together, whose gradients are added.
+        rank: this process's rank.
+        num_ranks: the world size, 1 without `torchrun`.
+        steps: number of steps that `optimizer.step` has ended, including skipped ones.
+        last: result of the last step: its norm, its clip coefficient, whether it was skipped, and its loss. The loss is
+            the mean over this rank's forwards of the step, or their sum if they were called with `num_items_in_batch`;
+            NaN if the loop computes losses itself. None before the first step.
     """
 
     def __init__(
@@ -69,29 +70,29 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
         is_from_folder: bool = False,
         has_new_adapters: bool = False,
     ) -> None:
-        """Take over a loaded session; `stream` makes one.
+        """Take over a loaded session. `stream` calls this.
 
         Args:
             session: the session.
-            opened: ends the session, and the connection to other ranks; `close` does so.
+            opened: ends the session and the connection to other ranks; `close` closes it.
             is_from_folder: whether the weights are those of the folder that the model's config names.
-            has_new_adapters: whether the model has adapters that begin now.
+            has_new_adapters: whether the model has newly initialised adapters.
         """
         train = session.setup.config.train
         super().__init__(session, is_from_folder=is_from_folder, has_new_adapters=has_new_adapters)
         self._opened = opened
         self.optimizer = StreamedOptimizer(self, train)
         self._arguments = tuple(inspect.signature(self.model.forward).parameters)
-        """The names of the arguments of the model's forward, in order."""
+        """The parameter names of the model's forward, in order."""
 
-        # A function, no method: accelerate would bind a method to the model.
+        # A function rather than a method, which accelerate would bind to the model.
         self.model.forward = forward_through(self._forward, self.model.forward)
         guard_methods(self.model, self.device, self._engine.options.dtype)
         if self.has_adapters:
             guard_adapters(self.model)
         vars(self.model)["zero_grad"] = self.optimizer.zero_grad
         mark_streamed(self.model.parameters(), self._has_gradient)
-        # Ranks come to an evaluation together, of which one that calls a module knows nothing.
+        # An evaluation takes all ranks, and a single rank that calls a module by itself would hang.
         if self.num_ranks == 1:
             self._engine.model.stage.alone = self.one_forward
         self._own()
@@ -105,26 +106,26 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
         if error is None or not self._session.owner.is_here:
             self.close()
         else:
-            # Past `close`, for which all ranks would have to meet: they are told of the error instead.
+            # Not by `close`, for which all ranks would have to synchronise. They are told of the error instead.
             self._is_closed = True
             self._disown()
             self._stop_weights(after_error=True)
             self._opened.__exit__(kind, error, trace)
 
     def close(self) -> None:
-        """Free the memory and remove the block files. The weights go with them. Closing twice is safe.
+        """Free the memory and remove the block files, and the weights with them. Closing twice is safe.
 
-        In a forked child this does nothing: all of it is the parent's.
+        In a forked child this does nothing, since everything belongs to the parent.
 
-        Ranks close together. After an error leave the `with` block by it instead, so that the others know.
+        Ranks close together. After an error, let it leave the `with` block, so that the others learn of it.
 
         Raises:
-            StreamedModelError: other ranks need this one still.
+            StreamedModelError: other ranks still need this one.
         """
         if self._is_closed or not self._session.owner.is_here:
             return
 
-        # An error in here is told to the other ranks, and then all is closed nevertheless.
+        # An error in here is reported to the other ranks, and everything is closed nevertheless.
         with self._opened:
             self._stop_weights()
             if self.num_ranks > 1:
@@ -134,22 +135,22 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
             self._sync_ranks("close()")
 
     def _close_dropped(self) -> None:
-        # Not `close`, for which ranks meet. Whoever keeps the model or the optimizer keeps this too.
+        # Not `close`, for which ranks synchronise. Whoever keeps the model or the optimizer keeps this object too.
         self._opened.close()
 
     def one_forward(self, evaluation: str = "evaluate") -> contextlib.AbstractContextManager[None]:
-        """Run one forward inside, as a part of a step or as an evaluation. The model's own forward does so too.
+        """Run one forward inside, as a part of a step or as an evaluation. The model's own forward does this too.
 
         Args:
-            evaluation: the name that all evaluations share which use the units in the same order.
+            evaluation: a name for all evaluations that use the units in the same order.
         """
-        # Whatever is called in it may see pixels.
+        # Anything that is called inside may use pixels.
         return self._one_forward(evaluation, is_text=False)
 
     @contextlib.contextmanager
     def _one_forward(self, evaluation: str, *, is_text: bool) -> Iterator[None]:
-        """Run one forward inside, of which it may be known that it sees no pixels."""
-        # A trainer that opens this calls the model's forward in it, which opens it once more for the same group.
+        """Run one forward inside, which may be known to use no pixels."""
+        # A trainer may open this and call the model's forward inside, which opens it again for the same group.
         if self._inside:
             self._check_thread()
             yield
@@ -157,12 +158,12 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
 
         run = self._held_forward() if self._resident.is_loaded else self._run_of(evaluation, is_text=is_text)
 
-        # A forward that failed or was interrupted can have no backward, and its group cannot be repeated by itself.
+        # A failed or interrupted forward can have no backward, and its group cannot be repeated by itself.
         try:
             self._inside = threading.get_ident()
             with run:
                 yield
-            # Nobody asks for a trace of evaluations, so their events would pile up.
+            # Events of evaluations are never written, so they would pile up.
             if not (self.is_in_step or self._resident.is_loaded):
                 self._session.player.take_events()
         except BaseException as error:
@@ -177,18 +178,18 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
         if torch.is_grad_enabled():
             return self._begin_forward(is_text=is_text)
         if self.is_in_step and self._engine.gradients.can_evaluate:
-            # The weights are those of the step's forwards, so it is a part of the step.
+            # The weights are those of the step's forwards, so it belongs to the step.
             return self._engine.evaluation_in_step()
 
-        # An evaluation reads the weights of the last step, whose updates may still wait for the next forward.
+        # An evaluation reads the weights of the last step, whose updates may still be pending.
         self._finish_updates("An evaluation", "a forward without gradients")
         return self._engine.evaluation(self._held.begin(evaluation))
 
     def _check_thread(self) -> None:
-        """Refuse another thread than the one whose forward is under way: it would be taken for a part of that.
+        """Check that no other thread has a forward under way, since this call would count as a part of it.
 
         Raises:
-            StreamedModelError: it is another one.
+            StreamedModelError: another thread has one.
         """
         if self._inside != threading.get_ident():
             raise StreamedModelError(
@@ -198,14 +199,14 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
 
     def _fail_forward(self, error: BaseException) -> None:
         """Drop the step of a forward that failed."""
-        # To drop it takes the other ranks. If nobody catches this error, they have to know of it first.
+        # Dropping it takes the other ranks. If nobody catches this error, they must learn of it first.
         if self.is_in_step and self.num_ranks > 1 and self._engine.can_drop:
             self._step.drop_cause = cause_of(error)
         elif self.is_in_step:
             self._leave_step()
 
     def lent_head(self) -> contextlib.AbstractContextManager[None]:
-        """Make the head's weight a tensor on the device, inside a forward and until its backward."""
+        """Bind a copy of the head's weight on the device, inside a forward and until its backward."""
         return self._engine.model.head().lent()
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -232,24 +233,24 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
             return without_logits(outputs)
 
     def _note_loss(self, outputs: Any, *, is_sum: bool) -> None:  # noqa: ANN401
-        """Keep what a forward adds to the loss of its step."""
+        """Record a forward's contribution to the loss of its step."""
         if not isinstance(outputs, ModelOutput):
             return
         loss = outputs.get("loss")
         if torch.is_tensor(loss):
-            # Detached, so that it holds no graph. It is not read here: the host would wait for the device.
+            # Detached, so that it holds no graph. Reading it would make the host wait for the device.
             loss = loss.detach()
             self._step.losses.append(loss if is_sum else loss / self.accumulation_steps)
 
     def _begin_forward(self, *, is_text: bool) -> contextlib.AbstractContextManager[None]:
-        """Begin a forward with gradients, inside: a further one of the open group, or the first of a new one."""
+        """Begin a forward with gradients: another one of the open group, or the first of a new group."""
         self._held.drop_all()  # if somebody trains while a text is generated
         if self.is_in_step and self._engine.gradients.is_open:
-            # What the loop makes of several losses, it alone knows.
+            # Only the loop knows what it makes of several losses.
             self._step.losses.append(torch.tensor(math.nan, dtype=torch.float32, device="cpu"))
             return self._engine.begin_forward()
 
-        # A unit is updated by its gradient of the last group, so the engine has to know which one that is.
+        # A unit is updated with its gradient of the last group, so the engine must know which group is the last.
         if self._step.num_groups == self.accumulation_steps:
             raise StreamedModelError(
                 f"accumulation_steps is {self.accumulation_steps}, and that many backwards were made. Call "
@@ -258,9 +259,9 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
 
         self._sync_ranks(FORWARD)
 
-        # The settings that stand now count for speculative updates; `finish_step` voids those if they have changed.
+        # Speculative updates use the current settings. `finish_step` voids them if the settings have changed.
         if not self.is_in_step:
-            # Of the groups that follow nothing is known yet.
+            # Nothing is known of later groups yet.
             text_groups = [0] if is_text else []
             self._engine.begin_step(self.steps + 1, self._take_settings(), text_groups)
         self._engine.begin_group(self._step.num_groups)
@@ -269,7 +270,7 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
 
 
 def _without_labels() -> StreamedModelError:
-    """Make the error of a forward that has neither a loss nor logits."""
+    """Return the error about a forward that has neither a loss nor logits."""
     return StreamedModelError(
         "the model was opened with fused_loss and gives no logits: pass labels, or call megatier.stream with "
         "fused_loss=False."

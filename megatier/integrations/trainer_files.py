@@ -1,4 +1,4 @@
-"""Saves and loads what a trainer over a streamed model keeps: exports as weights, masters and moments."""
+"""Saves and loads the files of a trainer over a streamed model: exports as weights, and masters with moments."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatier.integrations.trainer_rows import Base
 from megatier.trainer_guards.arguments import refuse_any
 
 STREAMED_FOLDER = "megatier"
-"""Folder in a checkpoint of the Trainer, with masters and moments."""
+"""The folder in a Trainer's checkpoint with masters and moments."""
 _WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-"""Names of the files that hold a model's weights, whole or in shards, and of their index."""
+"""The names of a model's weight files, whole or in shards, and of their index."""
 
 
 class TrainerFiles(Base):
@@ -27,22 +27,22 @@ class TrainerFiles(Base):
 
     streamed: Streamed
     _has_saved: bool
-    """Whether `save_model` of the trainer has called `_save`."""
+    """Whether the trainer's `save_model` has called `_save`."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model on all ranks, since each has a part of it. Older Trainers do so on the first alone."""
+        """Save the model on all ranks, since each has shards of it. Older Trainers save on the first rank alone."""
         self._has_saved = False
         super().save_model(output_dir, _internal_call)
         if not self._has_saved and not self.args.should_save:
             self._save(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the Trainer's files about the run, with an export as the weights."""
+        """Write the Trainer's files, with an export as the weights."""
         self._has_saved = True
         folder = Path(output_dir or self.args.output_dir or ".")
 
-        # An export wants an empty folder, and the Trainer's may hold files already. So the export gets a folder of
-        # its own, and its files move from there.
+        # An export needs an empty folder, and the Trainer's may hold files. So the export is written to a temporary
+        # folder, from which its files are moved.
         export = folder / ".export"
         if self.args.should_save:
             discard(export)  # left by a process that was killed
@@ -53,7 +53,7 @@ class TrainerFiles(Base):
                     "model. Save the model to another folder.",
                 )
             )
-        # On all ranks, as each has shards of the weights; the first one alone writes.
+        # On all ranks, since each has shards. The first one writes.
         self.streamed.export(export)
         if not self.args.should_save:
             return
@@ -63,11 +63,11 @@ class TrainerFiles(Base):
             (export / name).replace(folder / name)
         export.rmdir()
 
-        # Weights of an older save with another number of shards: from_pretrained would load them, and not the new ones.
+        # An older save with another number of shards: from_pretrained would load it instead of the new weights.
         for file in folder.iterdir():
             if _WEIGHT_FILES.fullmatch(file.name) and file.name not in written and not self.streamed.has_adapters:
                 file.unlink()
-        # As the Trainer's own `_save` does: without a tokenizer of its own it takes the collator's.
+        # As in the Trainer's `_save`: without its own tokenizer it saves the collator's.
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
@@ -76,16 +76,16 @@ class TrainerFiles(Base):
         torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the Trainer's files for resuming, whose optimizer has settings alone, and masters and moments."""
+        """Write the Trainer's files for resuming (the optimizer's file has only settings), and masters and moments."""
         super()._save_optimizer_and_scheduler(output_dir)
         self.streamed.save(Path(output_dir) / STREAMED_FOLDER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load masters, moments and the number of the step; the Trainer loads the rest.
+        """Load masters, moments and the step number. The Trainer loads the rest.
 
         Raises:
             CheckpointError: there are none.
-            ConfigError: its steps had another number of groups, so the Trainer would go on at other rows.
+            ConfigError: its steps had another number of groups, so the Trainer would continue at other rows.
         """
         folder = Path(resume_from_checkpoint) / STREAMED_FOLDER
         streamed = self.streamed
@@ -95,7 +95,7 @@ class TrainerFiles(Base):
                 "is no checkpoint, was saved with save_only_model, or by another trainer. To begin with its weights "
                 "alone, give its path to megatier.stream, and leave resume_from_checkpoint out."
             )
-        # The Trainer counts rows by steps, and skips those of the steps before.
+        # The Trainer counts rows by steps, and skips the rows of earlier steps.
         before = streamed.saved_groups(folder)
         if before not in (None, streamed.groups) and not self.args.ignore_data_skip:
             assert before is not None
@@ -113,6 +113,6 @@ class TrainerFiles(Base):
         streamed.restore(folder)
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint's masters; moments stay those of the last step, as under the Trainer."""
+        """Load the best checkpoint's masters. Moments stay as they are, as in the Trainer."""
         assert self.state.best_model_checkpoint is not None
         self.streamed.restore_weights(Path(self.state.best_model_checkpoint) / STREAMED_FOLDER)

@@ -1,4 +1,4 @@
-"""The rows of a trainer over a streamed model: steps are whole, and ranks evaluate each row once."""
+"""Deals rows to a trainer over a streamed model, so that steps are whole and ranks evaluate each row once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatier.integrations.shared_batches import naming_shared_memory, sharing
 from megatier.integrations.streamed import Streamed
 from megatier.patch import patched
 
-# The parts of the mixin come before some Trainer among the bases of a class, and are none themselves.
+# These mixins precede a Trainer among a class's bases, and do not derive from one themselves.
 if TYPE_CHECKING:
     Base = Trainer
 else:
@@ -25,7 +25,7 @@ else:
 
 
 class TrainerRows(Base):
-    """The part of `StreamedTraining` that deals rows out, and evaluates them."""
+    """The part of `StreamedTraining` that deals rows to ranks and evaluates them."""
 
     streamed: Streamed
 
@@ -35,7 +35,7 @@ class TrainerRows(Base):
         With `dataloader_drop_last` the rows after the last whole step are left out of each epoch.
 
         Raises:
-            ConfigError: the last step of an epoch would have fewer backwards than the others, or rows twice.
+            ConfigError: the last step of an epoch would have fewer backwards than the others, or repeated rows.
         """
         loader = sharing(super().get_train_dataloader())
         try:
@@ -44,7 +44,7 @@ class TrainerRows(Base):
         except TypeError:  # an iterable dataset does not say how many there are
             return loader
 
-        # At the end of an epoch the Trainer calls `optimizer.step` after fewer backwards than the step needs.
+        # At the end of an epoch the Trainer would call `optimizer.step` after fewer backwards than a step needs.
         args = self.args
         batch = self._train_batch_size * self.streamed.num_ranks
         step = batch * args.gradient_accumulation_steps
@@ -71,7 +71,7 @@ class TrainerRows(Base):
         return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:  # noqa: ANN401 - the Trainer's
-        """Return the Trainer's own loader, which gives each row to one rank alone; see `WholeRounds`.
+        """Return the Trainer's own loader, which gives each row to exactly one rank; see `WholeRounds`.
 
         Raises:
             ConfigError: the rows cannot be dealt like that.
@@ -79,11 +79,11 @@ class TrainerRows(Base):
         return self._dealt(sharing(super().get_eval_dataloader(*args, **kwargs)))
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:  # noqa: ANN401 - the Trainer's
-        """Return the same for rows whose predictions are asked for."""
+        """Return the same kind of loader for predictions."""
         return self._dealt(sharing(super().get_test_dataloader(*args, **kwargs)))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the Trainer's
-        """Evaluate, and name what is too small for the workers of the loader.
+        """Evaluate, and report if shared memory is too small for the loader's workers.
 
         Raises:
             SharedMemoryError: /dev/shm is.
@@ -92,10 +92,10 @@ class TrainerRows(Base):
             return super().evaluation_loop(*args, **kwargs)
 
     def _dealt(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Deal the batches of one process over the ranks, where accelerate would give some rows twice.
+        """Deal a single process's batches to the ranks, where accelerate would repeat some rows.
 
         Raises:
-            ConfigError: it is not known how many rows there are, or some would be left out.
+            ConfigError: the number of rows is unknown, or some would be left out.
         """
         size = self.streamed.num_ranks
         if size == 1:
@@ -107,7 +107,7 @@ class TrainerRows(Base):
                 "several ranks evaluate a dataset that says how many rows it has, since accelerate gives some rows of "
                 "others twice. Evaluate a dataset with a length, without dispatch_batches."
             )
-        # With persistent workers the Trainer keeps the loader of an evaluation, and gives it again as it was dealt.
+        # With persistent workers the Trainer reuses an evaluation's loader, which is dealt already.
         if not isinstance(shard.batch_sampler, WholeRounds):
             if self.args.dataloader_drop_last and (rest := len(shard.batch_sampler) % size):
                 raise ConfigError(
@@ -116,12 +116,12 @@ class TrainerRows(Base):
                     "times the ranks, or leave dataloader_drop_last out."
                 )
             shard.batch_sampler = WholeRounds(shard.batch_sampler, size)
-            # Otherwise accelerate would deal rows from the start again, until all ranks have equally many.
+            # Otherwise accelerate would repeat rows from the start until all ranks have equally many.
             shard.even_batches = False
         return loader
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Evaluate a batch as one process does: its loss is the mean over its own tokens, not those of other ranks.
+        """Evaluate a batch as a single process does, with the mean over its own tokens as its loss.
 
         Raises:
             ConfigError: logits are asked for, which a fused loss does not make.
@@ -132,18 +132,18 @@ class TrainerRows(Base):
                 "predictions are logits, which a model with a fused loss does not make: give the trainer "
                 "megatier.stream(..., fused_loss=False), or set prediction_loss_only."
             )
-        # Otherwise the Trainer would count the tokens of all ranks, and each rank's loss would be a part of the mean.
+        # Otherwise the Trainer would count the tokens of all ranks, and each loss would be only a part of the mean.
         with patched(vars(self.args), average_tokens_across_devices=False):
             found = super().prediction_step(model, inputs, *args, **kwargs)
         return self._filled_up(inputs, *found) if self.streamed.num_ranks > 1 else found
 
     def _filled_up(self, inputs: dict[str, Any], loss: Any, logits: Any, labels: Any) -> Any:  # noqa: ANN401
-        """Give the logits and labels of a short batch as many rows as those of the other ranks have.
+        """Pad the logits and labels of a short batch to as many rows as other ranks have.
 
-        The Trainer gathers tensors of one size, and cuts off the rows after the last one of the dataset.
+        The Trainer gathers tensors of equal size, and cuts off rows beyond the dataset's last.
 
         Raises:
-            ConfigError: the rows of a batch are not those of its tensors.
+            ConfigError: the tensors do not have one row per example.
         """
         state = self.accelerator.gradient_state
         size = self.args.eval_batch_size
@@ -162,7 +162,7 @@ class TrainerRows(Base):
                 f"or choose a number of rows that is a multiple of per_device_eval_batch_size times the ranks."
             )
 
-        # A tensor may have several entries for a row, so it grows in the same proportion.
+        # A tensor may have several entries per row, so it grows in proportion.
         def fill(tensor: Tensor) -> Tensor:
             times = -(-size // rows)
             once_each = (tensor.dim() - 1) * [1]
@@ -171,7 +171,7 @@ class TrainerRows(Base):
             return repeated[:num_entries]
 
         if rank == short:
-            # The Trainer may gather this one as well.
+            # The Trainer may gather this one too.
             name = getattr(self.model, "main_input_name", "input_ids")
             inputs[name] = fill(inputs[name])
             logits, labels = recursively_apply(fill, (logits, labels))

@@ -22,7 +22,7 @@ from transformers import Trainer
 from megatier.config.schema import TiersConfig
 from megatier.config.values import check_setting, clip_of
 from megatier.errors import ConfigError
-from megatier.integrations.cut_step import CutStep
+from megatier.integrations.cut_step_callback import CutStepCallback
 from megatier.integrations.shared_batches import naming_shared_memory
 from megatier.integrations.stream import stream
 from megatier.integrations.streamed import Streamed
@@ -45,14 +45,14 @@ OWN_OPTIMIZER = "a streamed model brings its optimizer; give none to the Trainer
 
 
 class StreamedTraining(TrainerFiles, TrainerRows):
-    """Mixin: the Trainer's loop, data, schedules, callbacks and logs over megatier's step.
+    """Mixin for the Trainer's loop, data, schedules, callbacks and logs over megatier's step.
 
-    Learning rate, schedule, betas, decay, clipping and accumulation are those of TrainingArguments. Checkpoints hold an
+    Learning rate, schedule, betas, decay, clipping and accumulation come from TrainingArguments. Checkpoints hold an
     export for `from_pretrained` and, for resuming, megatier's own with masters and moments. Both are streamed.
 
     Attributes:
         streamed: the streamed model.
-        fuses_loss: whether a folder is opened so that head and loss are one, unless something asks for logits.
+        fuses_loss: whether head and loss are fused when a folder is opened, unless something needs logits.
     """
 
     fuses_loss = True
@@ -65,18 +65,18 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         stream_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Take a streamed model in the place of the Trainer's model, and all other arguments of the Trainer.
+        """Take a streamed model instead of the Trainer's model, and all other arguments of the Trainer.
 
         Args:
-            model: a streamed model; or a folder or hub id, which is opened with the accumulation of the arguments. Its
-                block files are removed then by `self.streamed.close()`, or when the process ends.
+            model: a streamed model; or a folder or hub id, which is opened with the accumulation steps of the
+                arguments. Then `self.streamed.close()`, or the end of the process, removes its block files.
             *args: those of the Trainer.
             tiers: budgets and mounts, for a folder or hub id.
             stream_kwargs: other arguments of `megatier.stream` for it, such as `{"optimizer": "muon"}`.
             **kwargs: those of the Trainer.
 
         Raises:
-            ConfigError: an argument of the Trainer asks for something that a streamed model does not have.
+            ConfigError: an argument of the Trainer needs something that a streamed model does not have.
         """
         given = self.given(model, *args, **kwargs)
         check_given(given, feeds_vllm=self.feeds_vllm())
@@ -91,10 +91,10 @@ class StreamedTraining(TrainerFiles, TrainerRows):
             raise ConfigError("tiers and stream_kwargs belong to megatier.stream, which has opened this model already.")
         self.streamed = model
         self._losses: list[Tensor] = []
-        """Losses of the step's backwards of this rank."""
+        """This rank's losses of the step's backwards."""
 
-        # Two places: the Trainer then splits no batch over the GPUs that one process sees. accelerate would refuse them
-        # under torchrun.
+        # With two devices here, the Trainer does not split batches over the GPUs that a process sees. accelerate would
+        # refuse this under torchrun, so it is removed again.
         model.model.hf_device_map = {"streamed": "disk", "bound": str(model.device)}  # type: ignore[assignment]
         shown = self.shown(kwargs)
         if args:
@@ -103,28 +103,28 @@ class StreamedTraining(TrainerFiles, TrainerRows):
             super().__init__(model=shown, **kwargs)
         del model.model.hf_device_map
         self._watched: list[Any] = []
-        """Arguments as they were when they were checked last."""
+        """The arguments as last checked."""
         self._follow_arguments()
         self._check_methods()
 
         for callback in self.callback_handler.callbacks:
-            # This callback would save within a step. A moment later, after the step, it comes to save again.
+            # This callback would save within a step. It comes again to save after the step.
             if type(callback).__name__ == "JITCheckpointCallback":
                 vars(callback)["on_pre_optimizer_step"] = _do_nothing
-        # Before all others: they may save or evaluate at the end of an epoch, which cannot be done within a step.
-        self.callback_handler.callbacks.insert(0, CutStep(model, self._losses))
+        # Before all others, which may save or evaluate at the end of an epoch, where no step may be open.
+        self.callback_handler.callbacks.insert(0, CutStepCallback(model, self._losses))
         if model.num_ranks > 1:
-            # By its outermost override, which need not call that of a class below.
+            # The outermost override, which need not call those of base classes.
             self.compute_loss = functools.partial(self._loss_of_rank, self.compute_loss)  # type: ignore[method-assign]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401 - Python's
-        """Refuse a class in which a trainer comes before the mixin, whose methods would never be called.
+        """Refuse a class whose trainer comes before the mixin, since the mixin's methods would never be called.
 
         Raises:
             ConfigError: it does.
         """
         super().__init_subclass__(**kwargs)
-        # Found when the class is made. Its objects would train a plain model, without an error.
+        # Its instances would train a plain model without any error.
         order = cls.__mro__
         mixin = next(base for base in order[1:] if issubclass(base, StreamedTraining))
         for base in order[1 : order.index(mixin)]:
@@ -135,8 +135,8 @@ class StreamedTraining(TrainerFiles, TrainerRows):
 
     @classmethod
     def parameters(cls) -> list[str]:
-        """Return the names of the arguments of the trainer's own constructor, after self."""
-        # A subclass may hand all of them on by *args.
+        """Return the parameter names of the trainer's own constructor, without self."""
+        # A subclass may pass them on as *args.
         order = cls.__mro__
         for base in order[order.index(StreamedTraining) + 1 :]:
             names = list(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
@@ -150,21 +150,21 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         return dict(zip(cls.parameters(), args, strict=False)) | kwargs
 
     def feeds_vllm(self) -> bool:
-        """Return whether a vLLM that the trainer has started gets the streamed model's weights."""
+        """Return whether vLLM, started by the trainer, gets the streamed model's weights."""
         return False
 
     def shown(self, given: dict[str, Any]) -> nn.Module:
-        """Return the module that the trainer takes for the model; may change its other arguments, given by name."""
+        """Return the module to show to the trainer as its model. This may change the trainer's other arguments."""
         return self.streamed.model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model alone: its weights come to the device by themselves."""
+        """Do nothing, since the model's weights are loaded to the device as needed."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the Trainer's
         """Train, with the arguments as they are now.
 
         Raises:
-            ConfigError: they have changed to something that a streamed model cannot follow.
+            ConfigError: they were changed to something that a streamed model does not support.
             SharedMemoryError: /dev/shm is too small for the workers of a loader.
         """
         self._follow_arguments()
@@ -173,7 +173,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
             return super().train(*args, **kwargs)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
-        """Refuse to search, for which the Trainer makes a model for each trial.
+        """Refuse to search, since the Trainer would make a model for each trial.
 
         Raises:
             ConfigError: always.
@@ -184,15 +184,15 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         )
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:  # noqa: ANN401
-        """Have accelerate prepare the forward (autocast), and wrap nothing around the model: ranks need no DDP."""
+        """Let accelerate prepare the forward (autocast), without DDP around the model."""
         self._follow_arguments()  # the first call of an evaluation, too
         wrapped = super()._wrap_model(model, training, dataloader)
-        # In evaluation mode accelerate puts no DDP around a model. The step adds up the gradients of all ranks itself.
+        # In evaluation mode accelerate adds no DDP. The step itself adds up the gradients of all ranks.
         prepared: nn.Module = self.accelerator.prepare_model(wrapped, device_placement=False, evaluation_mode=True)
         return prepared
 
     def _loss_of_rank(self, compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Return the trainer's loss; in training, this rank's part of the mean over ranks, since a step adds up."""
+        """Return the trainer's loss, in training this rank's part of the mean over ranks, since a step adds up."""
         found = compute_loss(*args, **kwargs)
         if not torch.is_grad_enabled():
             return found
@@ -201,32 +201,32 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         return found / self.streamed.num_ranks
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - the Trainer's
-        """Make a forward and backward, and return what it adds to the loss that is logged: that of all ranks.
+        """Run a forward and backward, and return its contribution to the logged loss of all ranks.
 
-        The Trainer adds up what this returns. So the losses of the other groups are added here, in the order in which
-        one process would add them.
+        The Trainer adds up the returned values. The losses of other groups are added here, in the order in which a
+        single process would add them.
 
         Raises:
-            ConfigError: a subclass has put another optimizer in the place of the streamed model's.
+            ConfigError: a subclass has replaced the streamed model's optimizer.
         """
         self._follow_arguments()
-        # accelerate puts a wrapper around an optimizer, which holds it under this name.
+        # accelerate wraps the optimizer, which is then this attribute.
         if getattr(self.optimizer, "optimizer", self.optimizer) is not self.streamed.optimizer:
             raise ConfigError(OWN_OPTIMIZER)
         own: Tensor = super().training_step(*args, **kwargs)
         if self.streamed.num_ranks == 1:
             return own
 
-        # The ranks meet once a step and not for each of its losses.
+        # The ranks synchronise once a step, instead of for each loss.
         self._losses.append(own)
         if len(self._losses) < self.streamed.accumulation_steps:
             return torch.zeros_like(own)
         found = self.streamed.all_of(torch.stack(self._losses).cpu())
         self._losses.clear()
-        # Group by group, each with the losses of all ranks: one process would have had them in this order.
+        # Group by group, each with the losses of all ranks, as a single process would have them.
         losses = torch.stack(found, dim=1).flatten().to(own.device)
 
-        # The Trainer looks at what is returned, and leaves a loss that is not finite out of its logs.
+        # The Trainer leaves a returned loss that is not finite out of its logs.
         if not losses.isfinite().all():
             return losses.sum()
         for loss in losses[:-1]:
@@ -239,7 +239,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
             args = self.args
             self.optimizer = self.streamed.optimizer
 
-            # The second group are biases and norms, which do not decay.
+            # The second group has biases and norms, which do not decay.
             betas = (args.adam_beta1, args.adam_beta2)
             own = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
             for name, value in (*own.items(), ("weight_decay", args.weight_decay)):
@@ -247,27 +247,27 @@ class StreamedTraining(TrainerFiles, TrainerRows):
             for group, decay in zip(self.optimizer.param_groups, (args.weight_decay, 0.0), strict=True):
                 group.update(own, weight_decay=decay)
 
-            # Schedules with a least rate divide by the one that the optimizer was made with.
+            # Schedules with a minimum rate divide by the optimizer's initial one.
             self.optimizer.defaults.update(own, weight_decay=args.weight_decay)
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
-        """Return the exact norm, by which the update clips; no gradient is scaled here."""
+        """Return the exact norm. The update itself clips by it, so no gradient is scaled here."""
         self._follow_arguments()
         return self.streamed.grad_norm()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
-        """Return the norm that is logged. The Trainer asks for it in every step, before the update."""
+        """Return the norm for the log. The Trainer asks for it in every step, before the update."""
         self._follow_arguments()
         return self.streamed.grad_norm() if grad_norm is None else grad_norm
 
     def _follow_arguments(self) -> None:
-        """Check the arguments if some have changed, and clip the next update to the norm that they name now.
+        """Check the arguments if any has changed, and use their present clipping norm for the next update.
 
         Raises:
-            ConfigError: they ask for something that a streamed model cannot follow; a callback may have set it.
+            ConfigError: they need something that a streamed model does not support, perhaps set by a callback.
         """
-        # This runs several times a step, so all checks are made only where an argument has changed.
+        # This runs several times a step, so checks are made only if an argument has changed.
         watched = [getattr(self.args, name, None) for name in WATCHED]
         if watched != self._watched:
             self._check_arguments()
@@ -275,7 +275,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         self.streamed.clip = clip_of(self.args.max_grad_norm)
 
     def _check_arguments(self) -> None:
-        """Refuse arguments of the Trainer that a streamed model cannot follow.
+        """Refuse arguments of the Trainer that a streamed model does not support.
 
         Raises:
             ConfigError: names the first one, and what to set instead.
@@ -312,7 +312,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         )
 
     def _check_methods(self) -> None:
-        """Refuse overrides of the Trainer's methods that a streamed model cannot follow.
+        """Refuse overrides of the Trainer's methods that a streamed model does not support.
 
         Raises:
             ConfigError: names the first one, and what to do instead.

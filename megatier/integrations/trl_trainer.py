@@ -1,7 +1,7 @@
 """TRL's trainers over a streamed model: `class StreamedSFT(StreamedTrl, SFTTrainer)`, and so with the others.
 
-TRL puts a forward of its own in the place of the model's. It has head and loss in one, and multiplies by the head's
-weight itself. So a copy of that weight is lent to it, from the forward to its backward.
+TRL replaces the model's forward by its own, which fuses head and loss and multiplies by the head's weight itself. So a
+copy of that weight is lent to it, from the forward to its backward.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from megatier.trainer_guards.fields import check_fields
 from megatier.trainer_guards.init_kwargs import read_init_kwargs
 
 OF_LANGUAGE = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer")
-"""Trainers that need a head over the vocabulary."""
+"""Trainers that need a language model head."""
 
 WITH_VLLM = ("GRPOTrainer", "RLOOTrainer")
-"""Trainers whose vLLM takes the weights that TRL's `VLLMGeneration` iterates over."""
+"""Trainers whose vLLM gets the weights from TRL's `VLLMGeneration`."""
 
 WITHOUT_WEIGHTS = {
     "DistillationTrainer": "it computes with the head's weight outside of the model. Use GKDTrainer, which does not",
     "AsyncGRPOTrainer": "it sends the model's own parameters. Use GRPOTrainer with use_vllm, or a loop that gives an "
     "engine what Streamed.weights() gives",
 }
-"""Trainers that a streamed model's weights do not reach, and what to use."""
+"""Trainers that cannot get a streamed model's weights, and what to use instead."""
 
 
 class StreamedTrl(StreamedTraining):
-    """Mixin for trainers of TRL; see `StreamedTraining`."""
+    """Mixin for TRL's trainers; see `StreamedTraining`."""
 
-    # TRL computes losses itself, of logits or with the head's weight, so none is fused with the head.
+    # TRL computes losses itself, from logits or with the head's weight, so head and loss are not fused.
     fuses_loss = False
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the trainer's
-        """Take a streamed model, or a folder, in the place of the trainer's model, and all other arguments.
+        """Take a streamed model or a folder instead of the trainer's model, and all other arguments.
 
         Raises:
-            ConfigError: an argument asks for something that a streamed model does not have.
+            ConfigError: an argument needs something that a streamed model does not have.
         """
         if isinstance(model, Streamed) and not model.has_logits:
             raise ConfigError("TRL computes the loss itself: call megatier.stream with fused_loss=False.")
         given = self.given(model, *args, **kwargs)
         check_fields(given.get("args"))
         self._check_given_to_trl(model, given)
-        # `megatier.stream` makes the adapters. Whether TRL is to know of them is decided by `shown`.
+        # `megatier.stream` makes the adapters. `shown` decides whether TRL learns of them.
         peft_config = given.pop("peft_config", None)
         if own := self._own_kwargs(model, given, peft_config):
-            # What the user has written there wins.
+            # The user's own settings take precedence.
             given["stream_kwargs"] = {**own, **(given.get("stream_kwargs") or {})}
         with warnings.catch_warnings():
-            # New adapters are in the model already when TRL calls `get_peft_model` (`shown`), of which PEFT would warn.
+            # New adapters are in the model before TRL calls `get_peft_model` (`shown`), and PEFT would warn about that.
             warnings.filterwarnings("ignore", message="You are trying to modify a model with PEFT for a second time")
             super().__init__(**given)
         model = self.streamed
@@ -73,12 +73,12 @@ class StreamedTrl(StreamedTraining):
                 turn = self._generate_single_turn  # type: ignore[has-type]
                 self._generate_single_turn = _lending(model, generation, turn)
 
-        # TRL's constructor has replaced the forward by now, so this one wraps TRL's.
+        # TRL's constructor has replaced the forward, so this wraps TRL's.
         forward = model.model.forward
 
         @functools.wraps(forward)
         def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            # Only with this argument does TRL's forward multiply by the head's weight itself.
+            # TRL's forward multiplies by the head's weight itself only with this argument.
             if not kwargs.get("fused_lm_head"):
                 return forward(*args, **kwargs)
 
@@ -86,20 +86,20 @@ class StreamedTrl(StreamedTraining):
                 with model.lent_head():
                     return forward(*args, **kwargs)
 
-            # The head is used outside its module, so this forward's order of units is another than the model's own.
+            # The head is used outside its module, so this forward uses the units in another order than the model's own.
             model.try_tiles(lent, *args, **kwargs)
             with model.one_forward("evaluate with a lent head"):
                 return lent(*args, **kwargs)
 
         model.model.forward = entering
 
-        # TRL's own mixes in the parameters of the model, which are elsewhere.
+        # TRL would mix in the model's own parameters, which are on meta.
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, SyncRefModelCallback):
                 callback.sync_target_model = functools.partial(_mix, model)
 
     def _own_kwargs(self, model: Any, given: dict[str, Any], peft_config: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Return the arguments of `megatier.stream` that follow from TRL's."""
+        """Return the arguments of `megatier.stream` that follow from TRL's arguments."""
         args = given.get("args")
         own: dict[str, Any] = {}
         if peft_config is not None:
@@ -108,7 +108,7 @@ class StreamedTrl(StreamedTraining):
         if isinstance(self, RewardTrainer) and is_folder:
             own["num_labels"] = 1  # as TRL itself opens a folder
         if own:
-            # The numbers with which adapters and a score begin are TRL's, too.
+            # Adapters and a score are initialised from TRL's seed.
             own["seed"] = getattr(args, "seed", 42)
         if is_folder:
             init_kwargs = getattr(args, "model_init_kwargs", None) or {}
@@ -116,18 +116,18 @@ class StreamedTrl(StreamedTraining):
         return own
 
     def feeds_vllm(self) -> bool:
-        """Return whether TRL's `VLLMGeneration` is between the trainer and vLLM."""
+        """Return whether the trainer uses vLLM through TRL's `VLLMGeneration`."""
         return any(base.__name__ in WITH_VLLM for base in type(self).__mro__)
 
     def shown(self, given: dict[str, Any]) -> nn.Module:
         """Return the model, as a `PeftModel` if it has adapters.
 
-        Of new adapters TRL has to make that itself, by PEFT's `get_peft_model`: to those that it is given it adds a
-        copy, as the reference.
+        For new adapters TRL must create it by PEFT's `get_peft_model`. To an existing `PeftModel` it would add a copy
+        as the reference.
 
         Raises:
-            ConfigError: the trainer is for language models, and this is a classifier; or vLLM cannot open the model.
-            UnsupportedModelError: no engine can take its weights.
+            ConfigError: the trainer needs a language model and this is a classifier, or vLLM cannot open the model.
+            UnsupportedModelError: no inference engine can load its weights.
         """
         model = self.streamed
         kinds = [base.__name__ for base in type(self).__mro__ if base.__name__ in OF_LANGUAGE]
@@ -141,7 +141,7 @@ class StreamedTrl(StreamedTraining):
         if not model.has_adapters:
             return model.model
 
-        # Imported here, since it needs PEFT, which is there if there are adapters.
+        # Imported here, since it needs PEFT, which is installed if there are adapters.
         wrapper = importlib.import_module("megatier.adapters.peft_model")
         if model.has_new_adapters and "peft_config" in self.parameters():
             given["peft_config"] = wrapper.wrapping_config(model.model)
@@ -150,7 +150,7 @@ class StreamedTrl(StreamedTraining):
         return made
 
     def _check_given_to_trl(self, model: Any, given: dict[str, Any]) -> None:  # noqa: ANN401 - the trainer's
-        """Refuse what TRL would do to a streamed model, before it begins.
+        """Refuse arguments with which TRL would do something that a streamed model does not support.
 
         Raises:
             ConfigError: names the argument, and what to do instead.
@@ -240,12 +240,12 @@ class StreamedTrl(StreamedTraining):
 
 
 def _check_engine(streamed: Streamed, args: Any) -> None:  # noqa: ANN401 - TRL's
-    """Refuse a model and arguments with which vLLM could not be kept up to date, before it is loaded.
+    """Refuse a model and arguments with which vLLM could not be kept up to date, before vLLM is loaded.
 
     Raises:
-        ConfigError, UnsupportedModelError: they are such.
+        ConfigError, UnsupportedModelError: vLLM could not follow the model.
     """
-    # For its refusal alone: a layout that is not known would be found only when vLLM is loaded.
+    # Only for its error: an unknown layout would otherwise be found after vLLM is loaded.
     streamed.weights()
     refuse_any(
         (
@@ -258,7 +258,7 @@ def _check_engine(streamed: Streamed, args: Any) -> None:  # noqa: ANN401 - TRL'
 
 
 def _within_a_step(name: str, args: Any) -> tuple[bool, str]:  # noqa: ANN401 - TRL's
-    """Return whether completions would begin within a step, and the refusal of the argument that asks for them."""
+    """Return whether completions would begin within a step, and the message that refuses it."""
     every = args.steps_per_generation * args.num_iterations
     return bool(every % args.gradient_accumulation_steps), (
         f"{name}: completions are made every {every} backwards (steps_per_generation x num_iterations), which is no "
@@ -268,7 +268,7 @@ def _within_a_step(name: str, args: Any) -> tuple[bool, str]:  # noqa: ANN401 - 
 
 
 def _feed(streamed: Streamed, generation: Any) -> None:  # noqa: ANN401 - TRL's
-    """Give vLLM the weights of a streamed model, where TRL would look for them in the model's parameters.
+    """Let TRL take vLLM's weights from the streamed model, instead of from the model's parameters.
 
     Args:
         streamed: the model.
@@ -277,7 +277,7 @@ def _feed(streamed: Streamed, generation: Any) -> None:  # noqa: ANN401 - TRL's
     weights = streamed.weights()
     generation._iter_named_params = weights.__iter__
 
-    # TRL would load all weights once to know this.
+    # TRL would load all weights once to find this out.
     tensors = weights.metadata()
     generation._weight_metadata = [
         (tensor.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors
@@ -285,7 +285,7 @@ def _feed(streamed: Streamed, generation: Any) -> None:  # noqa: ANN401 - TRL's
 
 
 def _lending(streamed: Streamed, generation: Any, turn: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ANN401
-    """Let an engine in this process take its weights and generate in memory that training lends, if it is to.
+    """Let an engine in this process load its weights and generate in lent memory, if `lends_memory` is set.
 
     Args:
         streamed: the model.
@@ -301,7 +301,7 @@ def _lending(streamed: Streamed, generation: Any, turn: Callable[..., Any]) -> C
             try:
                 return turn(*args, **kwargs)
             except BaseException:
-                # TRL puts the engine to sleep after its texts alone, and the memory is needed again.
+                # TRL puts the engine to sleep only after a success, but the memory is needed again.
                 if generation.enable_sleep_mode:
                     generation.llm.sleep(level=2)
                     generation._llm_weights_sleeping = True
@@ -311,18 +311,18 @@ def _lending(streamed: Streamed, generation: Any, turn: Callable[..., Any]) -> C
 
 
 def _is_tokenizer(template: str | None) -> bool:
-    """Return whether a chat template is named that TRL takes from a tokenizer, and not from a file."""
+    """Return whether TRL would take this chat template from a tokenizer rather than a file."""
     return template is not None and not (template.endswith((".jinja", ".j2")) and Path(template).is_file())
 
 
 def _has_adapters(model: Any) -> bool:  # noqa: ANN401 - the trainer's
-    """Return whether a model that was given has adapters, streamed or not; a folder has none."""
+    """Return whether a given model has adapters, streamed or not. A folder has none."""
     inside = model.model if isinstance(model, Streamed) else model
     return getattr(inside, "peft_config", None) is not None
 
 
 def _mix(streamed: Streamed, _: nn.Module, reference: nn.Module, alpha: float) -> None:
-    """Stand in for `SyncRefModelCallback.sync_target_model`: mix the masters into the reference, one at a time.
+    """Replace `SyncRefModelCallback.sync_target_model`: mix the masters into the reference, one at a time.
 
     Args:
         streamed: the model that is trained, between two steps.
@@ -332,7 +332,7 @@ def _mix(streamed: Streamed, _: nn.Module, reference: nn.Module, alpha: float) -
     """
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            # Freed before the next one is read: all masters together need not fit RAM.
+            # Freed before the next one is read, since all masters together need not fit RAM.
             master = streamed.read(name).to(parameter.device)
             mixed = parameter.data.mul_(1.0 - alpha)
             mixed.add_(master, alpha=alpha)
