@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatier.data.packer import FIRST_MARK, LEARNT_MARK, MARK_BITS
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Label of a token that is not learnt, as Hugging Face has it."""
 
 
@@ -21,13 +21,13 @@ def make_columns(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torc
     them); and, if documents are apart, `position_ids`, which count from 0 in each document.
     """
     ids = (rows >> MARK_BITS).astype(np.int64)
-    labels = np.where(rows & LEARNT_MARK, ids, IGNORED)
+    labels = np.where(rows & LEARNT_MARK, ids, IGNORE_INDEX)
     columns = {"input_ids": ids, "labels": labels}
     if is_apart:
         begins = rows & FIRST_MARK != 0
 
         # The first token of a document cannot be predicted from anything. Labels are not shifted yet.
-        labels[begins] = IGNORED
+        labels[begins] = IGNORE_INDEX
 
         # A position counts from the last token up to it that begins a document. The first token of a row has position
         # 0 in any case.

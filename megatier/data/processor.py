@@ -23,7 +23,7 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 from megatier.compute.modality import PIXELS
 from megatier.config.data_section import PROCESSOR_FILES
 from megatier.config.schema import RunConfig
-from megatier.data.columns import IGNORED
+from megatier.data.columns import IGNORE_INDEX
 from megatier.data.conversation import Conversation
 from megatier.data.template import UNLEARNT, Template, mask_ranges
 from megatier.data.tokenizer import folder_of, load_tokenizer
