@@ -1,7 +1,7 @@
-"""Measures how long torch's compiler has worked in this process, and who waits for it meanwhile.
+"""Measures how long torch's compiler has worked in this process, and lets players count the wait.
 
-The compiler says itself when it begins and ends. That holds for a backward too, which it compiles when autograd first
-runs it. Code that it finds stored is loaded in the same way, and counts.
+The compiler's own callbacks tell when it begins and ends. They also cover a backward, which is compiled when autograd
+first runs it, and code that is loaded from the cache.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 Wait = Callable[[], AbstractContextManager[object]]
-"""Gives a context in which somebody's compute waits."""
+"""Returns a context in which compute counts as waiting."""
 
 
 class CompileClock:
     """Counts the seconds in which the compiler works.
 
-    Threads: the one that computes compiles, and with CUDA autograd's, in its place.
+    Threads: the computing thread compiles, or autograd's thread with CUDA.
     """
 
     def __init__(self) -> None:
-        """Begin before anything was compiled."""
+        """Begin at zero."""
         self.seconds = 0.0
         """Seconds so far."""
         self._waits: list[Wait] = []
         self._open = ExitStack()
 
     def watch(self) -> None:
-        """Hear of the compiler from now on, until it is reset, which drops all listeners. Call it before each use."""
-        # Imported here, since it takes seconds, and only what compiles has done so.
+        """Register with the compiler. A reset of the compiler drops all callbacks, so call this before each use."""
+        # Imported here, since it takes seconds, and only code that compiles needs it.
         from torch._dynamo.callback import callback_handler
 
-        # Heard of twice, the same seconds would count twice.
+        # Registered once, or seconds would count twice.
         if self._begin not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._begin)
             callback_handler.register_end_callback(self._end)
 
     @contextmanager
     def pausing(self, wait: Wait) -> Iterator[None]:
-        """Tell whatever waits of the compiler's work, for a while."""
+        """Enter a wait's context whenever the compiler works inside."""
         self._waits.append(wait)
         try:
             yield
@@ -47,7 +47,7 @@ class CompileClock:
             self._waits.remove(wait)
 
     def _begin(self, _: object) -> None:
-        """Note that the compiler begins. What it compiles meanwhile for that is a part of it, and not told."""
+        """Note that the compiler begins. Nested compilations are a part of it and are not reported."""
         began = time.perf_counter()
 
         def count() -> None:

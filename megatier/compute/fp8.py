@@ -8,16 +8,18 @@ The rows of x (tokens), of w (outputs) and of the gradient g have one scale each
     dx = sg s (g8 v8)           g8 = g / sg, v8 = w / s, rounded to e4m3, where s is the largest sw
     dw = t (g8^T z8)            z8 = x8 sx sg / t, rounded to e4m3, where t is the largest sx sg
 
-The forward saves x8 alone of an input, and the backward rounds a gradient once for both of its products.
+The forward saves only x8 of an input, and the backward quantizes a gradient once for both of its products.
 
-A token's y and dx depend on no other token: not on slices, tiles of tokens or neighbours in a batch. dw is a sum over
-tokens, so their scales cannot be applied after it. They are applied to x8 before it, as shifts of the exponent: z8. A
-number of x8 loses bits there if its token has far smaller numbers than another one, beside which they hardly count.
+A token's y and dx do not depend on other tokens, so not on slices, tiles of tokens or neighbours in a batch. dw is a
+sum over tokens, so scales cannot be applied after it. They are applied to x8 before it, as shifts of the exponent: z8.
+A number in x8 loses bits there only if its token has far smaller numbers than another one, beside which they hardly
+count.
 
-Dividing by a power of two is exact, and so is multiplying a rounded result by one. A maximum is the same in any order.
-So scales depend on no placement, kernel or rank.
+Dividing by a power of two is exact, and so is multiplying a rounded result by one. A maximum does not depend on the
+order. So scales depend on no placement, kernel or rank.
 
 A tensor with NaN or infinity has an infinite scale, which makes every product with it NaN or infinite.
+`models.products` decides which layers use this.
 
 Source: float8 training with current scaling in torchao and Transformer Engine, which round an input once for each axis.
 """
@@ -34,33 +36,33 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 
 ALIGNED = 16
-"""The numbers of inputs and outputs of a layer have to be multiples of this, by a rule of cuBLAS."""
+"""A layer's input and output sizes must be multiples of this, as cuBLAS requires."""
 FP8_DTYPE = torch.float8_e4m3fn
-"""The dtype of both factors of a product. It has 3 bits of mantissa."""
+"""The dtype of both factors of a product. It has 3 mantissa bits."""
 FP8_FROM = (8, 9)
-"""Compute capability of the first GPUs that multiply FP8 numbers."""
+"""The compute capability of the first GPUs with FP8 products."""
 EXPONENT_BITS = 0x7F800000
-"""The bits of the exponent of an fp32 number."""
+"""The exponent bits of an fp32 number."""
 RECIPROCAL_BITS = 0x7F000000
 """The sum of the bits of a power of two and of its reciprocal."""
 SCALE_MIN = 2.0**-112
-"""The least scale. Where a row has it, numbers that are far below it become 0."""
+"""The least scale. In a row that has it, numbers far below it become 0."""
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that multiplies in FP8. Its weight, its gradients and its results are bf16."""
+    """A linear layer that multiplies in FP8. Its weight, gradients and results are bf16."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with the weight, plus the bias."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
 
-        # As autocast does for torch's own layers. It does not know this product.
+        # As autocast does for torch's own layers, since it does not know this product.
         differs = input.dtype is not weight.dtype
         if differs and torch.is_autocast_enabled(input.device.type):
             input = input.to(weight.dtype)
 
-        # torch's own layer raises the error of a wrong dtype, and takes empty inputs, of which amax would raise one.
+        # torch's own layer raises the error about a wrong dtype, and handles empty inputs, for which amax would fail.
         sizes = input.shape[:-1]
         if input.dtype is not weight.dtype or sizes.numel() == 0:
             return functional.linear(input, weight, bias)
@@ -78,7 +80,7 @@ def linear_of_codes(input: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | 
         input: [..., K].
         codes: e4m3 [N, K].
         scale: fp32 [N, 1] or [1, 1], the factor of the codes. It need not be a power of two, so a result is rounded
-            twice: as a sum, and when it is multiplied.
+            twice: as a sum, and when it is scaled.
         bias: [N].
     """
     sizes = input.shape[:-1]
@@ -99,13 +101,13 @@ def _with_bias(result: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def set_fp8(layer: nn.Linear, *, is_fp8: bool = True) -> None:
-    """Make a plain linear layer multiply in FP8 from now on, or in its own dtype again."""
+    """Make a plain linear layer multiply in FP8, or in its own dtype again."""
     assert type(layer) in (nn.Linear, Fp8Linear)
     layer.__class__ = Fp8Linear if is_fp8 else nn.Linear
 
 
 def fits_fp8(layer: nn.Linear) -> bool:
-    """Return whether every device can multiply a layer's matrix in FP8, by its sizes."""
+    """Return whether a layer's sizes allow FP8 products on every device."""
     return layer.in_features % ALIGNED == 0 and layer.out_features % ALIGNED == 0
 
 
@@ -117,7 +119,7 @@ class _Product(torch.autograd.Function):
         rows8, row_scale = quantize_rows(rows)
         weight8, weight_scale = quantize_rows(weight)
 
-        # The weight itself is saved, since that is an address alone; its FP8 copy would be memory.
+        # The weight itself is saved, since that is only an address, while its FP8 copy would take memory.
         kept = (rows8, row_scale) if ctx.needs_input_grad[1] else (None, None)
         ctx.save_for_backward(*kept, weight, weight_scale)
         return _result(rows8, row_scale, weight8, weight_scale)
@@ -134,7 +136,7 @@ class _Product(torch.autograd.Function):
             of_rows = _grad_of_rows(grad8, grad_scale * largest, weight8)
         if ctx.needs_input_grad[1]:
             scale = row_scale * grad_scale
-            # Below the least normal number there is no exponent to negate.
+            # Below the smallest normal number there is no exponent to negate.
             largest = scale.amax().clamp(min=torch.finfo(torch.float32).tiny).view(1, 1)
             shifted = transpose_fp8(rows8, scale * reciprocal(largest))
             of_weight = _product(transpose_fp8(grad8), shifted, largest)
@@ -142,7 +144,7 @@ class _Product(torch.autograd.Function):
 
 
 class _CodesProduct(torch.autograd.Function):
-    """The product of rows with a frozen matrix in FP8, [M, K] and [N, K]. Nothing stays but the matrix."""
+    """The product of rows with a frozen FP8 matrix, [M, K] and [N, K]. Only the matrix is saved."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:  # noqa: ANN401
@@ -154,7 +156,7 @@ class _CodesProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         codes, scale = ctx.saved_tensors
 
-        # The scales of stored rows may differ too much for the codes to take them, so the gradient does.
+        # The scales of stored rows may differ too much to be applied to the codes, so they are applied to the gradient.
         grad8, grad_scale = quantize_rows(grads[0].float() * scale.t())
         of_rows = _grad_of_rows(grad8, grad_scale, transpose_fp8(codes))
         return of_rows, None, None
@@ -166,8 +168,8 @@ def _apply(rows: Tensor, weight: Tensor) -> Tensor:
     return result
 
 
-# The compiler takes it as one call, and looks into it when it makes the graph of forward and backward. Were it to look
-# into it before, it would make an object of the class, which torch itself warns of.
+# The compiler treats it as one call, and traces into it only when it builds the joint graph. If it traced into it
+# earlier, it would instantiate the class, which torch warns about.
 _multiply: Callable[[Tensor, Tensor], Tensor] = torch.compiler.allow_in_graph(_apply)
 
 
@@ -181,16 +183,16 @@ _multiply_codes: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compiler.all
 
 
 def quantize_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix or a stack to FP8. Return it with its fp32 scales, one for each row."""
-    # The largest number has to be fp32. A compiler takes it from numbers that it has not rounded yet; were it bf16, the
-    # kernel that quantizes would know it before it is rounded, and the one that applies the scale after that. The two
-    # scales would differ by a factor of 2 where rounding passes from one power of two to the next.
+    """Quantize a matrix or a stack to FP8. Return it with one fp32 scale per row."""
+    # The maximum must be fp32. A compiler computes it from unrounded values; if it were bf16, the kernel that quantizes
+    # would see it before rounding and the one that applies the scale after rounding. Where rounding passes a power of
+    # two, the two scales would differ by a factor of 2.
     scale = amax_to_scale(tensor.float().abs().amax(-1, keepdim=True))
     return quantize(tensor, scale), scale
 
 
 def amax_to_scale(amax: Tensor) -> Tensor:
-    """Return the least powers of two by which the largest numbers, in fp32, fit into FP8, or twice these."""
+    """Return the least powers of two by which the maxima, in fp32, fit into FP8, or twice these."""
     bounded = (amax * (2 / torch.finfo(FP8_DTYPE).max)).clamp(min=SCALE_MIN)
     # Without its mantissa a number is a power of two.
     return (bounded.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
@@ -202,21 +204,21 @@ def quantize(tensor: Tensor, scale: Tensor) -> Tensor:
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """Return the reciprocals of powers of two. That of 0 is finite, and that of infinity makes all others infinite."""
-    # A division need not be exact on a GPU.
+    """Return reciprocals of powers of two. That of 0 is finite; that of infinity makes all products infinite."""
+    # By bits, since a division need not be exact on a GPU.
     return (RECIPROCAL_BITS - scale.view(torch.int32)).view(torch.float32)
 
 
 def _result(rows8: Tensor, row_scale: Tensor, weight8: Tensor, weight_scale: Tensor) -> Tensor:
     """Return rows weight^T in bf16: FP8 [M, K] and [N, K], with fp32 scales [M, 1] and [N, 1] or [1, 1].
 
-    Sums are taken with fewer bits, as is usual in a forward.
+    Accumulation uses fewer bits, as is usual in a forward.
     """
     one = _one_on(rows8.device)
     raw = torch._scaled_mm(rows8.contiguous(), weight8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-    # The kernel would take the scale of a single row. It is applied here all the same, so that a row alone has the bits
-    # that it has among others, also where the scale of stored codes is no power of two.
+    # The kernel could apply the scale of a single row. It is applied here all the same, so that a single row has the
+    # same bits as among others, also where the scale of stored codes is not a power of two.
     result = raw.float()
     result = result * (row_scale * weight_scale.t())
     return result.to(torch.bfloat16)
@@ -233,21 +235,21 @@ def _grad_of_rows(grad8: Tensor, scale: Tensor, weight8: Tensor) -> Tensor:
 def _product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     """Return left right^T in bf16, times one scale: FP8 [M, K] and [N, K]. Sums are taken with all bits of fp32."""
     one = _one_on(left.device)
-    # Kernels of GPUs take contiguous rows, and the gradient of one sequence may be a transposed view.
+    # GPU kernels need contiguous rows, and the gradient of one sequence may be a transposed view.
     left = left.contiguous()
     return torch._scaled_mm(left, right.t(), scale.view(()), one, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
 def _one_on(device: torch.device) -> Tensor:
-    """Return the scale 1, for a factor that has none of its own."""
+    """Return the scale 1, for a factor without its own scale."""
     return torch.ones((), dtype=torch.float32, device=device)
 
 
 @torch.library.custom_op("megatier::fp8_transpose", mutates_args=())
 def transpose_fp8(matrix: Tensor, factor: Tensor | None = None) -> Tensor:
-    """Transpose [M, N] to a contiguous FP8 matrix, padded with zeros to a length that a product takes.
+    """Transpose [M, N] to a contiguous FP8 matrix, padded with zeros to a length that products allow.
 
-    It is an operator of its own, so that a compiler does not fuse it with other kernels; see `compute.fp8_kernels`.
+    It is a custom operator, so that a compiler does not fuse it with other kernels; see `compute.fp8_kernels`.
 
     Args:
         matrix: FP8; or, with a factor, bf16 too.
@@ -265,7 +267,7 @@ def transpose_fp8(matrix: Tensor, factor: Tensor | None = None) -> Tensor:
     if factor is not None:
         codes = (matrix.float() * factor).to(FP8_DTYPE)
 
-    # As bytes, since not every version fills FP8.
+    # As bytes, since not every version of torch can fill FP8.
     result = torch.zeros(codes.shape[1], padded, dtype=torch.uint8, device=codes.device)
     result[:, : len(codes)] = codes.t().view(torch.uint8)
     return result.view(FP8_DTYPE)
@@ -277,15 +279,15 @@ def _(matrix: Tensor, factor: Tensor | None = None) -> Tensor:
 
 
 def _aligned(count: int) -> int:
-    """Return the next multiple of what a product takes."""
+    """Round a size up to a multiple that products allow."""
     return (count + ALIGNED - 1) // ALIGNED * ALIGNED
 
 
 def find_quantized_weights(graph: Graph) -> list[Node]:
-    """Return the nodes of a graph of forward and backward that quantize one of its inputs alone, such as a weight.
+    """Return the nodes of a joint graph that quantize only one of its inputs, such as a weight.
 
-    A compiler would save the FP8 weight from the forward to the backward, since it is half as large as the weight. But
-    the weight stays on its tier meanwhile, and takes no memory of the GPU.
+    The compiler would save the FP8 weight for the backward, since it is half as large as the weight. But the weight
+    itself stays on its tier meanwhile, and takes no GPU memory.
     """
     found = []
     only: dict[Node, Node | None] = {}
@@ -298,10 +300,10 @@ def find_quantized_weights(graph: Graph) -> list[Node]:
 
 
 def find_scales(graph: Graph) -> list[Node]:
-    """Return the nodes of a graph of forward and backward that give the largest numbers of rows of its inputs.
+    """Return the nodes of a joint graph that compute the maxima of rows of its inputs.
 
-    The forward has to save them. If the backward took them again, from an input that was rounded meanwhile, they might
-    not be those by which the saved FP8 numbers were quantized.
+    The forward must save them. If the backward recomputed them from an input that was rounded meanwhile, they might not
+    match the saved FP8 numbers.
     """
     forward = set[Node]()
     for node in graph.nodes:
@@ -309,7 +311,7 @@ def find_scales(graph: Graph) -> list[Node]:
         if not is_tangent and forward.issuperset(node.all_input_nodes):
             forward.add(node)
 
-    # From the product that becomes FP8 numbers back along what has one number a row, which is their scale.
+    # Go back from the product that becomes FP8 along nodes with one number per row, which are its scale.
     found = []
     seen: set[Node] = set()
     waiting = [source for node in forward if _is_fp8(node) for source in node.all_input_nodes]
@@ -326,12 +328,12 @@ def find_scales(graph: Graph) -> list[Node]:
 
 
 def _has_one_column(node: Node) -> bool:
-    """Return whether a node of a graph gives one number for each row of something."""
+    """Return whether a graph node has one number for each row."""
     value = node.meta.get("val")
     return torch.is_tensor(value) and value.dim() > 1 and value.shape[-1] == 1
 
 
 def _is_fp8(node: Node) -> bool:
-    """Return whether a node of a graph gives a tensor of FP8 inputs or weights."""
+    """Return whether a graph node has an FP8 result."""
     value = node.meta.get("val")
     return torch.is_tensor(value) and value.dtype is FP8_DTYPE

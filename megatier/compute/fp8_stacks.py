@@ -1,14 +1,13 @@
 """FP8 products of stacked experts, by the recipe of `compute.fp8`.
 
-A module of transformers holds the matrices of all experts of a layer in parameters of three dimensions. Each token goes
-to several experts, and makes one pair with each. The rows of an expert's pairs are gathered side by side, so that one
-grouped product multiplies the rows of each expert with its own matrix.
+A transformers module holds the matrices of all experts of a layer in three-dimensional parameters. Each token goes to
+several experts, and makes one pair with each. The rows of each expert's pairs are gathered next to each other, so that
+one grouped product multiplies each expert's rows with its own matrix.
 
-Rows and outputs have one scale each, as in `compute.fp8`. A largest scale is one of an expert's rows or outputs alone,
-so an expert's results do not depend on what went to others.
+Rows and outputs have one scale each, as in `compute.fp8`. A maximum over scales covers one expert's rows or outputs
+only, so an expert's results do not depend on what went to others.
 
-The rows of each expert are padded with zeros to a multiple of 16, by at least one row, since the kernel of GPUs takes
-no other numbers of rows.
+Each expert's rows are padded with zeros to a multiple of 16, by at least one row, as the GPU kernel requires.
 
 | letter | number of |
 |---|---|
@@ -34,13 +33,13 @@ from megatier.compute.fp8 import ALIGNED, FP8_DTYPE, quantize, quantize_rows, re
 from megatier.readback import on_host
 
 FIRST_MATRICES = ("gate_up_proj", "up_proj")
-"""What the first matrices of experts are called, with a gate and without."""
+"""The names of an expert's first matrices, with a gate and without."""
 LAST_MATRIX = "down_proj"
-"""What the last ones are called."""
+"""The name of its last matrix."""
 GROUPED_MM_MAJOR = 9
-"""The major compute capability of GPUs with a grouped kernel. On others each expert has a product of its own."""
+"""The major compute capability of GPUs with a grouped kernel. On others each expert has its own product."""
 EXPERTS_MAX = 1023
-"""The most experts that it takes."""
+"""The most experts that the grouped kernel supports."""
 
 
 class Fp8Experts(nn.Module):
@@ -49,17 +48,18 @@ class Fp8Experts(nn.Module):
     num_experts: int
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of what the chosen experts give, [tokens, hidden].
+        """Return the weighted sum of the chosen experts' results, [tokens, hidden].
 
         Args:
             hidden_states: [tokens, hidden].
-            top_k_index: the experts of each token, [tokens, chosen]; the number of experts: one that is elsewhere.
+            top_k_index: the experts of each token, [tokens, chosen]. The number of experts stands for an expert
+                elsewhere.
             top_k_weights: their weights.
         """
         experts: Any = self
         num_tokens, copies = top_k_index.shape
         if num_tokens == 0:
-            # amax raises an error for empty inputs, so the class's own forward gives the empty result.
+            # amax fails on empty inputs, so the class's own forward gives the empty result.
             nothing: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return nothing
 
@@ -67,14 +67,14 @@ class Fp8Experts(nn.Module):
         has_gate = getattr(experts, "has_gate", True)
         first = FIRST_MATRICES[0] if has_gate else FIRST_MATRICES[1]
         inside = self._product(first, hidden_states, layout, copies)
-        # Some models override the gate of the class, such as gpt-oss, which clamps it.
+        # Some models override the gate, such as gpt-oss, which clamps it.
         inside = experts._apply_gate(inside) if has_gate else experts.act_fn(inside)
-        # Each pair has a row of its own by now, so a row is that of one pair alone.
+        # By now each pair has its own row.
         found = self._product(LAST_MATRIX, inside, layout, 1)
         if getattr(experts, "has_post_expert_norm", False):
             found = experts.post_expert_norm(found)
 
-        # The sum follows the order of a token's experts, and not of all of them.
+        # Summed in the order of a token's own experts.
         weighted = found * top_k_weights.reshape(-1, 1)
         return weighted.view(num_tokens, copies, -1).sum(1).to(hidden_states.dtype)
 
@@ -87,34 +87,34 @@ class Fp8Experts(nn.Module):
         bias: Tensor | None = getattr(self, f"{name}_bias", None)
         if bias is not None:
             result = result + bias[layout.expert]
-        # `where` and not a product with 0, which would keep NaN: rows behind those of all experts may be anything.
+        # `where` instead of a product with 0, which would keep NaN: rows after those of all experts may be anything.
         return result.where(layout.is_own, 0)
 
 
 class ExpertRows(NamedTuple):
-    """The places of the rows of pairs, where those of each expert are side by side."""
+    """The places of the pairs' rows, with those of each expert next to each other."""
 
     expert: Tensor
     """The expert of each pair, [P]."""
     is_own: Tensor
-    """Whether this expert is here, [P, 1]. Else `expert` names another one."""
+    """Whether this expert is here, [P, 1]. Otherwise `expert` names another one."""
     place: Tensor
-    """The place of each pair, [P]: behind the rows of all experts, if its expert is elsewhere."""
+    """The place of each pair, [P]: after the rows of all experts, if its expert is elsewhere."""
     pair: Tensor
     """The pair in each place, [R]; P where there is none."""
     ends: Tensor
-    """The place behind the rows of each expert, int32 [E]."""
+    """The end of each expert's rows, int32 [E]."""
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
-"""Classes of experts with FP8 products, which have the names of those that they are made of."""
+"""Classes of experts with FP8 products, by the classes that they derive from."""
 
 
 def set_fp8_experts(module: nn.Module, *, is_fp8: bool = True) -> None:
-    """Make a stack of experts multiply in FP8 from now on, or in its own dtype again."""
+    """Make a stack of experts multiply in FP8, or in its own dtype again."""
     kind = type(module)
     if is_fp8 and not isinstance(module, Fp8Experts):
-        # One for all layers, so that they share what is compiled.
+        # One class for all layers, so that they share compiled code.
         if kind not in _classes:
             _classes[kind] = type(kind.__name__, (Fp8Experts, kind), {"__module__": kind.__module__})
         module.__class__ = _classes[kind]
@@ -123,8 +123,8 @@ def set_fp8_experts(module: nn.Module, *, is_fp8: bool = True) -> None:
 
 
 def supports_fp8(module: nn.Module) -> bool:
-    """Return whether a module is one that `Fp8Experts` knows how to compute."""
-    # transformers marks those whose forward may be replaced by this attribute.
+    """Return whether `Fp8Experts` knows how a module computes."""
+    # transformers marks modules whose forward may be replaced by this attribute.
     names = {name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
     return (
         hasattr(module, "is_transposed") and "forward" not in vars(module) and names <= {*FIRST_MATRICES, LAST_MATRIX}
@@ -132,25 +132,25 @@ def supports_fp8(module: nn.Module) -> bool:
 
 
 def fits_fp8_experts(module: nn.Module) -> bool:
-    """Return whether every device can multiply a stack's matrices in FP8, by their sizes."""
+    """Return whether a stack's sizes allow FP8 products on every device."""
     matrices = [parameter.shape[1:] for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
     return all(size % ALIGNED == 0 for shape in matrices for size in shape)
 
 
 def _lay_out(chosen: Tensor, num_experts: int) -> ExpertRows:
-    """Return where the rows of each expert lie, from the expert of each pair, [P]."""
+    """Compute the places of each expert's rows, from the expert of each pair, [P]."""
     num_pairs = chosen.shape[0]
-    # The sort is stable because an expert's gradient is a sum over its pairs, whose order must always be the same.
+    # A stable sort, since an expert's gradient is a sum over its pairs, whose order must not vary.
     ordered, order = chosen.sort(stable=True)  # [P], [P]
     experts = torch.arange(num_experts, dtype=torch.int64, device=chosen.device)  # [E]
     stops = torch.searchsorted(ordered, experts, right=True)  # [E]
     sizes = stops.diff(prepend=stops.new_zeros(1))  # [E]
 
-    # A multiple of 16 gets 16 rows more, so that no expert is without rows (`_grouped_mm_on_gpu`).
+    # A multiple of 16 gets 16 more rows, so that no expert is without rows (`_grouped_mm_on_gpu`).
     padded = (sizes // ALIGNED + 1) * ALIGNED  # [E]
     ends = padded.cumsum(0)  # [E]
 
-    # A pair's place is its number in sorted order, plus the padding before it. Pairs that are elsewhere come last.
+    # A pair's place is its index in sorted order plus the padding before it. Pairs that are elsewhere come last.
     shifts = ends - padded - stops + sizes  # [E]
     last_shift = ends[-1:] - stops[-1:]  # [1]
     shifts = torch.cat([shifts, last_shift])  # [E + 1]
@@ -158,8 +158,8 @@ def _lay_out(chosen: Tensor, num_experts: int) -> ExpertRows:
     places = numbers + shifts[ordered]  # [P]
     place = torch.zeros_like(order).index_copy(0, order, places)  # [P]
 
-    # R is an upper bound that depends on shapes alone. The host would have to wait for the exact number, which is on
-    # the GPU.
+    # R is an upper bound that depends only on shapes. The exact number is on the GPU, and the host would have to wait
+    # for it.
     num_places = (num_pairs // ALIGNED + 1 + num_experts) * ALIGNED
     none = numbers.new_full((num_places,), num_pairs)  # [R]
     pair = none.index_copy(0, place, numbers)  # [R]
@@ -182,11 +182,11 @@ class _StackProduct(torch.autograd.Function):
         rows8, row_scale = quantize_rows(rows)  # [M, K], [M, 1]
         weight8, weight_scale = quantize_rows(weight)  # [E, N, K], [E, N, 1]
         ctx.copies = copies
-        # Only the gradient of the weight needs rows. They are saved before they are gathered, once for each token.
+        # Only the gradient of the weight needs rows. They are saved before gathering, once for each token.
         kept = (rows8, row_scale) if ctx.needs_input_grad[1] else (None, None)
         ctx.save_for_backward(*kept, weight, weight_scale, *layout)
 
-        # The kernels take contiguous rows alone, which a stack has not that is stored as [E, K, N].
+        # The kernels need contiguous rows, which a stack that is stored as [E, K, N] does not have.
         if not weight8.is_contiguous():
             weight8 = _transpose_stack(weight8.transpose(1, 2))  # [E, N, K]
         gathered = _gather_rows(rows8, pair, copies)  # [R, K]
@@ -202,8 +202,8 @@ class _StackProduct(torch.autograd.Function):
         of_rows = of_weight = None
 
         if ctx.needs_input_grad[0]:
-            # The sum is over outputs, so their scales cannot be applied after it: the weight is quantized again, with
-            # one scale for each expert.
+            # The sum is over outputs, so their scales cannot be applied after it. The weight is quantized again with
+            # one scale per expert.
             largest = weight_scale.amax(1, keepdim=True)  # [E, 1, 1]
             weight8 = _quantize_transposed(weight, largest)  # [E, K, N]
             ones = weight_scale.new_ones(weight8.shape[:2])  # [E, K]
@@ -211,19 +211,19 @@ class _StackProduct(torch.autograd.Function):
             scaled = raw[place].float()  # [P, K]
             scaled = scaled * (grad_scale * largest[expert, 0])  # [P, K]
             scaled = scaled.to(torch.bfloat16)  # [P, K]
-            # The gradient of a token is the sum of its pairs', and those of experts elsewhere may be NaN.
+            # A token's gradient is the sum over its pairs. Those of experts elsewhere may be NaN.
             of_pairs = scaled.where(is_own, 0)  # [P, K]
             of_rows = of_pairs.view(-1, copies, of_pairs.shape[1]).sum(1)  # [M, K]
         if ctx.needs_input_grad[1]:
             # The sum is over tokens, so the scales of both factors are applied to the rows before it, relative to the
-            # largest of the expert.
+            # largest scale of the expert.
             num_pairs = expert.shape[0]
             scale = _repeat_rows(row_scale, copies) * grad_scale  # [P, 1]
             scale = scale.where(is_own, 0)  # [P, 1]
             largest = _amax_of_experts(scale, expert, ends.shape[0])  # [E, 1]
             relative = scale * reciprocal(largest)[expert]  # [P, 1]
 
-            # Padding must stay zero, whatever the numbers of the pair are that the clamp gives it.
+            # Padding must stay zero, whatever pair the clamp assigns to it.
             factor = relative[pair.clamp(max=num_pairs - 1)]  # [R, 1]
             factor = factor.where((pair < num_pairs)[:, None], 1)  # [R, 1]
             columns = transpose_fp8(_gather_rows(rows8, pair, copies), factor)  # [K, R]
@@ -302,13 +302,13 @@ def _grouped_mm(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fas
         left: FP8 [R, K], for a result [R, N]; or [N, R], for a result [E, N, K].
         right: FP8 [E, N, K]; or [K, R].
         scale: fp32 [E, N], or [E, K], by which the columns of the result are multiplied: powers of two.
-        ends: int32 [E], where the places of each expert end. A result has any numbers behind the last one.
-        is_fast: whether sums are taken with fewer bits, as is usual in a forward.
+        ends: int32 [E], the end of each expert's places. Values after the last one are unspecified.
+        is_fast: whether accumulation uses fewer bits, as is usual in a forward.
     """
     if _has_kernel(left.device, ends.shape[0]):
         return _grouped_mm_on_gpu(left, right, scale, ends, is_fast=is_fast)
 
-    # Without that kernel the host has to know the bounds of each expert's product, so it waits for the device.
+    # Without the grouped kernel the host must know the bounds of each product, so it waits for the device.
     one = torch.ones((), dtype=torch.float32, device=left.device)
     products = []
     start = 0
@@ -328,12 +328,12 @@ def _grouped_mm(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fas
 def _grouped_mm_on_gpu(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, *, is_fast: bool) -> Tensor:
     """Multiply for all experts in one kernel.
 
-    Each expert must have rows, whose number is a multiple of 16.
+    Each expert must have rows, in a multiple of 16.
     """
     is_stack = right.dim() == 3
     num_rows = left.shape[0] * (1 if is_stack else ends.shape[0])
     ones = torch.ones(num_rows, dtype=torch.float32, device=left.device)
-    # `flatten` alone would leave the repeated scale of a single expert as it is, without a stride.
+    # Contiguous, since flattening alone would keep the expanded scale of a single expert without a stride.
     scale = scale.contiguous()
     return torch._scaled_grouped_mm(
         left,
@@ -352,14 +352,14 @@ def _(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: bool) -
     return left.new_empty(shape, dtype=torch.bfloat16)
 
 
-# A compiler weighs products by their operations when it chooses what to save.
+# The compiler weighs products by their FLOPs when it chooses what to save.
 @register_flop_formula(torch.ops.megatier.fp8_grouped_mm)
 def _(left: Sequence[int], right: Sequence[int], *_: object, **__: object) -> int:
     return 2 * math.prod(left) * right[-2]
 
 
 def _has_kernel(device: torch.device, num_experts: int) -> bool:
-    """Return whether the device has a grouped kernel for so many experts."""
+    """Return whether the device has a grouped kernel for this number of experts."""
     if device.type != "cuda" or num_experts > EXPERTS_MAX:
         return False
     major, _ = torch.cuda.get_device_capability(device)

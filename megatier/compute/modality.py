@@ -1,4 +1,4 @@
-"""Tells batches of text alone from those with pixels, which use other units of a model."""
+"""Tells batches of text from those with pixels, which use other units of a model."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 PIXELS = "pixel_values"
-"""Begins the names of all that transformers' models take as pixels, of images and of videos."""
+"""The prefix of all arguments that transformers' models take as pixels of images and videos."""
 
 
 def is_pixels(name: str, tensor: Tensor) -> bool:
-    """Return whether an argument of a model's forward is what a tower could take: numbers that are not whole."""
+    """Return whether an argument of a model's forward may be pixels, since its numbers are not integers."""
     return name.startswith(PIXELS) or tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_text(batch: Mapping[str, object]) -> bool:
-    """Return whether a batch surely has no pixels, nor anything else that a tower could take.
+    """Return whether a batch certainly has no pixels, nor anything else for a tower.
 
     Args:
         batch: the arguments of a model's forward, by name.
     """
     for name, value in batch.items():
-        # Anything but a tensor and a plain value may have tensors in it.
+        # Anything but a tensor or a plain value may contain tensors.
         if isinstance(value, Tensor):
             if is_pixels(name, value):
                 return False
@@ -32,8 +32,8 @@ def is_text(batch: Mapping[str, object]) -> bool:
 
 
 def num_images(batch: Mapping[str, Tensor]) -> int:
-    """Return the number of images, and of pieces of images, that a processor has put into a batch."""
-    # Of models whose images have any number of patches, a row of the grid describes an image.
+    """Return the number of images, or pieces of images, in a processor's batch."""
+    # For models with variable image sizes, each row of the grid describes an image.
     if "image_grid_thw" in batch:
         return len(batch["image_grid_thw"])
     pixels = batch.get(PIXELS)
@@ -41,10 +41,10 @@ def num_images(batch: Mapping[str, Tensor]) -> int:
 
 
 def evaluation_name(*batches: Mapping[str, object]) -> str:
-    """Return the name that all evaluations share which use the same units: each kind of pixels has an order of its own.
+    """Return the name of evaluations that use the same units: each kind of pixels has its own order of units.
 
     Args:
-        batches: what is evaluated at once, on all ranks.
+        batches: the batches that are evaluated together, on all ranks.
     """
     sees = {name for batch in batches for name in _pixels_of(batch)}
     return " ".join(["evaluate", *sorted(sees)])

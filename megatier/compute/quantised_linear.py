@@ -1,10 +1,10 @@
-"""Decodes quantised matrices where a product takes them, from codes and scales as checkpoints hold them.
+"""Decodes quantised matrices where a product needs them, from codes and scales as stored in checkpoints.
 
-A code is a byte or half of one. The parameters of a `QuantisedLinear` are the bytes of its codes and scales, in the
-dtype that its unit computes in: an element of bf16 carries two bytes of them, one of fp32 four. So codes lie in a plane
-of weights, move and are bound like any frozen parameter. Nothing but `decode` looks into them.
+A code is a byte or half a byte. The parameters of a `QuantisedLinear` are the bytes of its codes and scales, in the
+dtype that its unit computes in: a bf16 element carries two of these bytes, an fp32 element four. So codes lie in a
+plane of weights, and move and are bound like any frozen parameter. Only `decode` interprets them.
 
-Decoding is a formula of plain operations on each number: a product in fp32, rounded once to the dtype that computes.
+Decoding is an elementwise formula: a product in fp32, rounded once to the compute dtype.
 
 Source: `dequantize` of compressed-tensors and of transformers' fine-grained FP8, `dequantize_4bit` of bitsandbytes.
 """
@@ -24,15 +24,15 @@ from torch.utils.flop_counter import register_flop_formula
 from megatier.compute.fp8 import linear_of_codes
 
 CODES = "codes"
-"""The part of a quantised matrix that has its numbers; the others are scales."""
+"""The part of a quantised matrix that holds its numbers. The other parts are scales and tables."""
 STANDS_FOR = "stands_for"
-"""The attribute of a parameter that says of how many parameters of the model an element of it carries the codes."""
+"""The attribute of a parameter with the number of model parameters that each of its elements carries."""
 DECODED_ELEMENTS = 4 << 20
-"""About so many numbers are decoded at once, so that little of a matrix exists in fp32."""
+"""About how many numbers are decoded at once, so that little of a matrix exists in fp32."""
 NF4_BITS = 4
-"""Bits of a code of NF4; those of FP8 have twice as many."""
+"""The bits of an NF4 code. FP8 codes have twice as many."""
 SCHEMES: dict[str, Scheme] = {}
-"""The schemes of the layers in this process, by what they say of themselves: operators take text, and no objects."""
+"""The schemes of the layers in this process, by their repr, since operators take text but no objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class StoredPart:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def seen_in(self, carrier: Tensor) -> Tensor:
-        """Return the part that the bytes of a tensor of another dtype are."""
+        """View the bytes of a carrier tensor as this part."""
         raw = carrier.detach().reshape(-1).view(torch.uint8)
         return raw[: self.num_bytes].view(self.dtype).view(self.shape)
 
 
 class Scheme(Protocol):
-    """The way in which a matrix is quantised."""
+    """How a matrix is quantised."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,11 +64,11 @@ class Scheme(Protocol):
 
     @property
     def parts(self) -> Mapping[str, StoredPart]:
-        """What is stored of it, `codes` first."""
+        """The stored parts, `codes` first."""
 
     @property
     def step(self) -> int:
-        """Decoding may begin at every multiple of so many numbers."""
+        """Decoding may begin at multiples of this many numbers."""
 
     def values(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
         """Return numbers [start, stop) of the matrix, row by row: flat, fp32. `start` is a multiple of the step."""
@@ -76,12 +76,12 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """Bytes of E4M3, each times the scale of its block: of a block of rows and columns, a row, or the whole matrix."""
+    """E4M3 codes, each times the scale of its block: of a block of rows and columns, a row, or the whole matrix."""
 
     shape: tuple[int, int]
     """Rows and columns of the matrix."""
     scale: StoredPart
-    """The scales: as many as there are blocks below and beside one another, in any shape."""
+    """The scales: one for each block, in any shape."""
     block: tuple[int, int]
     """Rows and columns that share a scale; those at the edges may be smaller."""
 
@@ -92,7 +92,7 @@ class Fp8:
 
     @property
     def step(self) -> int:
-        """One row of blocks, or any row if there is no other row of blocks."""
+        """One row of blocks, or one row if there is only one row of blocks."""
         num_rows, num_columns = self.shape
         rows, _ = self.block
         return num_columns * rows if rows < num_rows else num_columns
@@ -104,8 +104,7 @@ class Fp8:
         first = start // num_columns
         last = stop // num_columns
 
-        # Blocks at the edges may be smaller, and count as whole ones. Only rows of blocks that are wanted are spread
-        # out to a scale for each number.
+        # Blocks at the edges may be smaller, but count as whole ones. Only the scales of the needed rows are expanded.
         down = -(-num_rows // rows)
         across = -(-num_columns // columns)
         scales = parts["scale"].view(down, across).float()
@@ -114,25 +113,25 @@ class Fp8:
         scale = _repeated(scale, 1, columns, num_columns)
 
         codes = parts[CODES].view(num_rows, num_columns)[first:last]
-        # In fp32, so that a number is rounded once, when it is written in the dtype that computes.
+        # In fp32, so that a number is rounded once, when it is converted to the compute dtype.
         values: Tensor = codes.float() * scale
         return values.flatten()
 
 
 @dataclass(frozen=True, slots=True)
 class Nf4:
-    """Half bytes, each the place of a number in a table, times the largest magnitude of its block.
+    """4-bit codes, each the index of a number in a table, times the largest magnitude of its block.
 
-    The magnitudes may be quantised themselves: bytes that are places in a second table, times the scale of a block of
-    them, plus an offset. All numbers are parts, so that layers of one shape have one scheme, and are compiled once.
+    The magnitudes may be quantised themselves: bytes that are indices into a second table, times the scale of a block
+    of them, plus an offset. All numbers are parts, so layers of one shape have the same scheme, and are compiled once.
     """
 
     shape: tuple[int, int]
     """Rows and columns of the matrix."""
     block: int
-    """Numbers that share a magnitude, row by row."""
+    """The number of consecutive numbers that share a magnitude."""
     nested_block: int | None = None
-    """Magnitudes that share a scale; None: they are stored in fp32."""
+    """The number of magnitudes that share a scale; None: they are stored in fp32."""
 
     @property
     def parts(self) -> Mapping[str, StoredPart]:
@@ -154,15 +153,15 @@ class Nf4:
 
     @property
     def step(self) -> int:
-        """One block of magnitudes, or of numbers; an even one."""
-        # Two numbers share a byte, so a step is even also where a block is odd.
+        """One block of magnitudes, or of numbers, and even."""
+        # Two numbers share a byte, so a step is even even if a block is odd.
         return 2 * self.block * (self.nested_block or 1)
 
     def values(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
         """Return numbers [start, stop), row by row: flat, fp32."""
         count = stop - start
 
-        # The first number of a pair is in the upper half of the byte. An odd matrix has a half too many at its end.
+        # The first number of a pair is in the upper half of the byte. An odd matrix has an unused half at its end.
         pairs = parts[CODES][start // 2 : -(-stop // 2)]
         low = (1 << NF4_BITS) - 1
         places = torch.stack((pairs >> NF4_BITS, pairs & low), dim=-1).flatten()
@@ -189,18 +188,18 @@ class Nf4:
 
 
 def decode(scheme: Scheme, carriers: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the matrix of codes and scales, in a dtype.
+    """Decode a matrix from its codes and scales, in a dtype.
 
     Args:
         scheme: the way in which it is quantised.
         carriers: its parts in the scheme's order, as bytes in tensors of any dtype, on one device.
         dtype: of the result.
     """
-    # There are no numbers on meta. PEFT asks a layer for its weight about ten times while it wraps it.
+    # There are no numbers on meta, but PEFT asks a layer for its weight about ten times while it wraps it.
     if carriers[0].is_meta:
         return torch.empty(scheme.shape, dtype=dtype, device="meta")
 
-    # Views: nothing is copied before a piece is decoded.
+    # Views, so nothing is copied before a piece is decoded.
     parts = {}
     for (name, part), carrier in zip(scheme.parts.items(), carriers, strict=True):
         parts[name] = part.seen_in(carrier)
@@ -213,35 +212,35 @@ def decode(scheme: Scheme, carriers: Sequence[Tensor], dtype: torch.dtype) -> Te
 
 
 class QuantisedLinear(nn.Linear):
-    """A frozen linear layer that has the codes and scales of its weight, and decodes them whenever it computes."""
+    """A frozen linear layer that holds codes and scales, and decodes its weight whenever it computes."""
 
     def __init__(self, plain: nn.Linear, scheme: Scheme, item: int) -> None:
-        """Take the place of a layer.
+        """Replace a linear layer.
 
         Args:
             plain: the layer, whose bias stays.
             scheme: the way in which its weight is quantised.
-            item: bytes of an element of the dtype that the layer computes in.
+            item: the size of an element of the dtype that the layer computes in.
         """
-        # Not that of a linear layer, which would make a weight.
+        # Not the constructor of nn.Linear, which would make a weight.
         nn.Module.__init__(self)
         self.in_features = plain.in_features
         self.out_features = plain.out_features
         self.scheme = scheme
         """The way in which the weight is quantised."""
         self.multiplies_codes = False
-        """Whether it multiplies its codes as they are, with inputs that are rounded to FP8 (`numerics.products`)."""
+        """Whether it multiplies its codes directly, with inputs that are rounded to FP8 (`numerics.products`)."""
         self._key = repr(scheme)
         SCHEMES[self._key] = scheme
         for name, part in scheme.parts.items():
-            # Codes alone stand for parameters of the model. Scales would count them twice.
+            # Only codes stand for model parameters, or scales would count twice.
             shape: tuple[int, ...] = (-(-part.num_bytes // item),)
             stands_for = 0
             if name == CODES:
                 shape = _shape_of_codes(part.num_bytes, scheme.shape[0], item)
                 stands_for = math.prod(scheme.shape) // math.prod(shape)
 
-            # The dtype does not matter on meta: what is bound here later has the one in which the unit computes.
+            # The dtype does not matter on meta. What is bound here later has the unit's compute dtype.
             carrier = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
             setattr(carrier, STANDS_FOR, stands_for)
             self.register_parameter(name, carrier)
@@ -265,7 +264,8 @@ class QuantisedLinear(nn.Linear):
             )
             return linear_of_codes(input, codes, scale.float().view(-1, 1), self.bias)
 
-        # To a compiler it is one operator, like any product: else it would save decoded weights for the backward.
+        # To the compiler it is one operator, like any product. Otherwise it would save decoded weights for the
+        # backward.
         if torch.compiler.is_compiling():
             product: Tensor = _product(input, self.bias, carriers, self._key)
         else:
@@ -274,7 +274,7 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def has_rows_in_fp8(self) -> bool:
-        """Whether its codes are FP8 numbers with a scale for each row, or one for all, as FP8 products take them."""
+        """Whether its codes are FP8 with a scale for each row, or one for all, as FP8 products need."""
         if not isinstance(self.scheme, Fp8):
             return False
         num_rows, num_columns = self.scheme.shape
@@ -282,7 +282,7 @@ class QuantisedLinear(nn.Linear):
         return columns >= num_columns and (rows == 1 or rows >= num_rows)
 
     def plain(self) -> nn.Linear:
-        """Return a linear layer on meta of the same form, with a weight."""
+        """Return a plain linear layer of the same sizes, on meta."""
         return nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
 
     def _carriers(self) -> list[Tensor]:
@@ -291,18 +291,18 @@ class QuantisedLinear(nn.Linear):
 
 
 def _shape_of_codes(num_bytes: int, rows: int, item: int) -> tuple[int, int]:
-    """Return the shape of what carries codes: a row for each row of the matrix if that comes out even, else one."""
+    """Return the shape of the carrier of codes: a row for each row of the matrix if that is even, otherwise one row."""
     if num_bytes % (rows * item):
         rows = 1
     return rows, -(-num_bytes // (rows * item))
 
 
 class _DecodedProduct(torch.autograd.Function):
-    """The product with a matrix that is frozen. Between forward and backward its codes stay, and no decoded weight."""
+    """The product with a frozen matrix. Between forward and backward only its codes are kept, no decoded weight."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, scheme: Scheme, *carriers: Tensor) -> Tensor:  # noqa: ANN401
-        # Neither the input nor the decoded weight is saved: the weight is frozen, and is decoded again.
+        # Neither the input nor the decoded weight is saved, since the weight is frozen and is decoded again.
         ctx.scheme = scheme
         ctx.save_for_backward(*carriers)
         return functional.linear(input, decode(scheme, carriers, input.dtype), bias)
@@ -314,7 +314,7 @@ class _DecodedProduct(torch.autograd.Function):
 
 
 def _grad_of_input(grad: Tensor, scheme: Scheme, carriers: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of a product's input, as torch's own backward of a linear layer does, so with its bits."""
+    """Return the gradient of a product's input, with the bits of torch's own backward of a linear layer."""
     weight = decode(scheme, carriers, grad.dtype)
     *batch, num_outputs = grad.shape
     product = grad.reshape(-1, num_outputs).mm(weight)
@@ -323,7 +323,7 @@ def _grad_of_input(grad: Tensor, scheme: Scheme, carriers: Sequence[Tensor]) -> 
 
 @torch.library.custom_op("megatier::quantised_weight", mutates_args=())
 def _weight(carriers: list[Tensor], scheme: str) -> Tensor:
-    """Return the decoded matrix, as one operator that no compiler looks into. The scheme is a key of `SCHEMES`."""
+    """Return the decoded matrix, as one opaque operator. The scheme is a key of `SCHEMES`."""
     return decode(SCHEMES[scheme], carriers, carriers[0].dtype)
 
 
@@ -334,13 +334,13 @@ def _(carriers: list[Tensor], scheme: str) -> Tensor:
 
 @torch.library.custom_op("megatier::quantised_product", mutates_args=())
 def _product(input: Tensor, bias: Tensor | None, carriers: list[Tensor], scheme: str) -> Tensor:
-    """Return the product with it, as one operator."""
+    """Return the product with the decoded matrix, as one operator."""
     return functional.linear(input, decode(SCHEMES[scheme], carriers, input.dtype), bias)
 
 
 @torch.library.custom_op("megatier::quantised_product_backward", mutates_args=())
 def _product_backward(grad: Tensor, carriers: list[Tensor], scheme: str) -> Tensor:
-    """Return the gradient of its input."""
+    """Return the gradient of the product's input, as one operator."""
     return _grad_of_input(grad, SCHEMES[scheme], carriers)
 
 
@@ -355,7 +355,7 @@ def _(grad: Tensor, carriers: list[Tensor], scheme: str) -> Tensor:
 
 
 def _keep_carriers(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
-    # As in `_DecodedProduct`: the codes alone stay between forward and backward.
+    # As in `_DecodedProduct`, only the codes are kept between forward and backward.
     _, _, carriers, ctx.scheme = inputs
     ctx.save_for_backward(*carriers)
 
@@ -368,7 +368,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
 _product.register_autograd(_backward, setup_context=_keep_carriers)
 
 
-# A compiler weighs products by their operations when it chooses what to save.
+# The compiler weighs products by their FLOPs when it chooses what to save.
 @register_flop_formula(torch.ops.megatier.quantised_product)
 def _(taken: Sequence[int], bias: object, carriers: object, scheme: str, **_: object) -> int:
     return 2 * math.prod(taken) * SCHEMES[scheme].shape[0]
@@ -380,7 +380,7 @@ def _(grad: Sequence[int], carriers: object, scheme: str, **_: object) -> int:
 
 
 def _pieces(scheme: Scheme) -> Iterator[tuple[int, int]]:
-    """Yield runs [start, stop) of a matrix's numbers that are decoded at once."""
+    """Yield the runs [start, stop) of numbers that are decoded at once."""
     num_elements = math.prod(scheme.shape)
 
     # Whole steps, at whose borders decoding may begin.
@@ -392,9 +392,9 @@ def _pieces(scheme: Scheme) -> Iterator[tuple[int, int]]:
 
 
 def _repeated(scale: Tensor, dim: int, times: int, size: int) -> Tensor:
-    """Return a tensor that has each of its slices so many times along a dimension, cut to a size.
+    """Repeat each slice of a tensor along a dimension, and cut the result to a size.
 
-    If there is one slice alone it stays as it is, and is broadcast.
+    A single slice is not repeated, since it broadcasts.
     """
     if scale.shape[dim] == 1 or times == 1:
         return scale

@@ -1,7 +1,7 @@
-"""Derives seeds of random numbers: of dropout in a forward, of first values, and of rounded moments.
+"""Derives the seeds of random numbers: for dropout in a forward, first weights, and the rounding of moments.
 
-The seeds of a group depend on the run's seed, the step and the group alone, those of an update on the run's seed, the
-step and the unit. So they are the same after a stop and a resume, and no matter what was computed before, and where.
+A group's seed depends only on the run's seed, the step and the group, and an update's only on the run's seed, the step
+and the unit. So they are the same after a resume, whatever was computed before and wherever.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def group_seed(seed: int, step: int, group: int) -> int:
-    """Return the seed of one group's random numbers, 63 bits.
+    """Return the 63-bit seed of one group's random numbers.
 
     Args:
         seed: of the run.
@@ -27,7 +27,7 @@ def group_seed(seed: int, step: int, group: int) -> int:
 
 
 def rounding_key(seed: int, step: int, unit: str) -> int:
-    """Return the key with which the moments of a unit are rounded, 64 bits.
+    """Return the 64-bit key with which a unit's moments are rounded.
 
     Args:
         seed: of the run.
@@ -38,13 +38,13 @@ def rounding_key(seed: int, step: int, unit: str) -> int:
 
 
 def _hash(text: str) -> int:
-    """Return 64 bits that depend on every letter of a text."""
+    """Return a 64-bit hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def seed_generators(number: int, device: torch.device) -> None:
-    """Seed what a forward may draw from: the generators of torch (CPU and current GPU), Python and numpy."""
-    # Not `torch.manual_seed`: it notes the caller's stack at each call as long as no GPU is in use.
+    """Seed the generators that a forward may use: torch's (CPU and current GPU), Python's and numpy's."""
+    # Not `torch.manual_seed`, which records the caller's stack in each call while no GPU is in use.
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
@@ -57,9 +57,9 @@ def seed_generators(number: int, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def drawing_from(number: int) -> Iterator[None]:
-    """Let torch draw on the CPU from a seed for a while. No generator of the caller's is another afterwards."""
+    """Let torch draw on the CPU from a seed inside. The caller's generators do not change."""
     with torch.random.fork_rng(devices=[]):
-        # Not `torch.manual_seed`: it also seeds the generators of all GPUs, which nothing gives back here.
+        # Not `torch.manual_seed`, which also seeds the generators of all GPUs, and nothing here restores those.
         torch.default_generator.manual_seed(number)
         yield
 

@@ -1,14 +1,14 @@
-"""Runs modules of a layer in tiles of tokens, so that what they hold does not grow with the sequence.
+"""Runs modules of a layer in tiles of tokens, so that their memory does not grow with the sequence.
 
-Norms, MLPs and experts work on each token by itself. So they may run on some tokens at a time, and keep nothing but
-their inputs. The backward runs each tile again, in the order of the forward. Gradients of inputs go to their rows;
-those of weights are summed in fp32 over the tiles, in order, and rounded once. Whether a module works on each token by
-itself is found out before (`guards.token_rows`).
+Norms, MLPs and experts treat each token by itself. So they can run on some tokens at a time, and save only their
+inputs. The backward runs each tile again, in the order of the forward. Gradients of inputs go to their rows, and those
+of weights are summed in fp32 over the tiles in order and rounded once. A trial finds out beforehand whether a module
+treats each token by itself (`guards.token_rows`).
 
-In a compiled layer such a module is one operator, into which the compiler does not look. The tile inside is compiled by
-itself, once for all layers of a kind. An operator knows no module, so it is given a name, and looks that up among the
-modules of the node that runs (`running`). Modules without products, such as norms, are left to the compiler there: it
-makes a kernel of them that holds nothing inside.
+In a compiled layer such a module is one opaque operator. The tile inside is compiled by itself, once for all layers of
+a kind. An operator cannot hold a module, so it gets a name, which it looks up among the modules of the running node
+(`running`). Modules without matrix products, such as norms, are left to the compiler, which makes one kernel of them
+that stores nothing in between.
 
 Source: the tiled compute of Arctic Long Sequence Training (arXiv 2506.13996).
 """
@@ -29,21 +29,21 @@ from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
 
 BACKWARDS_WATCHED = 2
-"""The number of backwards of a module whose graph is looked at."""
+"""The number of backwards of a module whose graph is checked."""
 
 Run = Callable[..., Any]
 """Runs a module on the arguments of some tokens."""
 TileTrial = Callable[[nn.Module, Run, Sequence[Tensor]], str | None]
-"""Says why a module cannot run in tiles, given what runs it, and its arguments; None: it can."""
+"""Returns why a module cannot run in tiles, given a function that runs it and its arguments; None: it can."""
 
 _running: Mapping[str, TiledModule] = {}
-# Inside an operator autograd is switched off below all that code can ask for. These are the switches outside of one.
+# Inside an operator, autograd is disabled at the dispatcher. These are the dispatch keys outside of one.
 _SWITCHED_OFF = torch._C._dispatch_tls_local_exclude_set()
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The findings about a module."""
+    """The result of a module's trial."""
 
     why_whole: str | None
     """Why it cannot run in tiles; None: it can."""
@@ -52,7 +52,7 @@ class Decision:
 
 
 class TiledModule:
-    """The forward of a module, which runs in tiles of tokens once it was found that it can."""
+    """The forward of a module, which runs in tiles of tokens once a trial has shown that it can."""
 
     def __init__(
         self,
@@ -70,17 +70,17 @@ class TiledModule:
             name: its name in the module of its node, the same in all layers that share a compilation.
             tokens: the most tokens of a tile.
             compilation: how to compile the tiles of a compiled layer; None: layers are not compiled.
-            apart: a context for each tile, in which nobody takes tensors out of the module.
+            apart: a context for each tile, in which hooks must not capture tensors of the module.
             look_at: called in the first backwards, with the output of a tile and the leaves of its graph.
         """
         self.module = module
         """The module itself."""
         self.why_whole: str | None = None
-        """Why it cannot run in tiles, if that was tried."""
+        """Why it cannot run in tiles, if a trial has shown that."""
         self.is_cut = False
-        """Whether it was found that it can run in tiles."""
+        """Whether a trial has shown that it can run in tiles."""
         self.last: LastModule | None = None
-        """Told of each run of an uncompiled forward that will be run again; None: nobody is."""
+        """Notified of each run in an uncompiled forward that will be recomputed; None: nothing is."""
         self._trial: TileTrial | None = None
         self._name = name
         self._tokens = tokens
@@ -100,28 +100,28 @@ class TiledModule:
         module.forward = self.__call__
 
     def try_next(self, trial: TileTrial) -> None:
-        """Find out with the arguments of the next call whether the module can run in tiles."""
+        """Try with the arguments of the next call whether the module can run in tiles."""
         self._trial = trial
 
     @property
     def decision(self) -> Decision | None:
-        """What was found out about the module; None: nothing yet."""
+        """The result of the trial; None: none was made yet."""
         is_known = self.is_cut or self.why_whole is not None
         return Decision(self.why_whole, self._keywords) if is_known else None
 
     def decide(self, decision: Decision) -> None:
-        """Go by what was found out elsewhere: by another rank, or before the run was resumed."""
+        """Use the result of another trial: of another rank, or of the run that is resumed."""
         self._trial = None
         self.why_whole = decision.why_whole
         self.is_cut = decision.why_whole is None
         self._keywords = decision.keywords
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
-        """Run the module's forward. In tiles, its arguments and its result are all that exists whole."""
+        """Run the module's forward. In tiles, only its arguments and its result exist whole."""
         if self._trial is not None:
             self._try(args, kwargs)
 
-        # The compiler reads this too. All that is asked here stays as it is.
+        # The compiler traces this too. All conditions here are constant for it.
         rows = [*args, *kwargs.values()]
         is_compiling = torch.compiler.is_compiling()
         can_cut = self.is_cut and tuple(kwargs) == self._keywords and _are_rows(rows)
@@ -140,7 +140,7 @@ class TiledModule:
         return result
 
     def fill(self, rows: Sequence[Tensor]) -> Tensor:
-        """Run the tiles of an uncompiled layer with the weights that are bound now; zeros if nobody needs it."""
+        """Run the tiles of an uncompiled layer with the bound weights. Return zeros if the result is not needed."""
         can_skip = self.last is not None and self.last.can_skip()
         if can_skip:
             first = rows[0]
@@ -158,7 +158,7 @@ class TiledModule:
         count = len(rows)
 
         def run(*tile: Tensor) -> Tensor:
-            # The graph is dropped. Without it, the forward would be a compilation of its own, with other bits.
+            # The graph is dropped. Without a graph the forward would be compiled separately, with other bits.
             leaves = _leaves([*tile, *weights], wanted)
             with torch.enable_grad(), self._bound(leaves[count:]):
                 result: Tensor = self._run(self._compiled, leaves[:count])
@@ -176,13 +176,13 @@ class TiledModule:
         *,
         is_compiled: bool = False,
     ) -> list[Tensor]:
-        """Run the tiles again, and return the gradients that are wanted, in order.
+        """Run the tiles again, and return the wanted gradients in order.
 
         Args:
             rows: the arguments, as the forward had them.
             weights: the module's weights.
             wanted: for each of both, whether a gradient is wanted.
-            grad: of the result.
+            grad: the gradient of the result.
             is_compiled: whether the forward was that of a compiled layer.
         """
         count = len(rows)
@@ -193,7 +193,7 @@ class TiledModule:
             row_grads.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
         sums = list[Tensor]()
         for weight in trained:
-            # In fp32, since there may be many tiles, and bf16 would round after each.
+            # In fp32, since bf16 would round after each of many tiles.
             sums.append(torch.zeros(weight.shape, dtype=torch.float32, device=weight.device))
 
         tiles = self._cut(rows)
@@ -202,7 +202,7 @@ class TiledModule:
             leaves = _leaves([*tiles[index], *weights], wanted)
             with torch.enable_grad(), self._bound(leaves[count:]):
                 result: Tensor = self._run(forward, leaves[:count])
-            # A look takes the host's time, so later backwards are believed.
+            # A check takes host time, so only the first backwards are checked.
             if self._looks:
                 self._looks -= 1
                 self._look_at(result, leaves)
@@ -212,21 +212,21 @@ class TiledModule:
             of_rows = grads[: len(row_grads)]
             of_weights = grads[len(row_grads) :]
 
-            # An input that the module does not use has no gradient, and the memory holds anything before.
+            # An unused input has no gradient, and its memory is not initialised.
             for place, part in zip(grad_tiles[index] if row_grads else (), of_rows, strict=True):
                 place.zero_() if part is None else place.copy_(part)
 
-            # The sum always follows the order of the tiles, since in another one it has other bits.
+            # Always in the order of the tiles, since the order changes the bits of a sum.
             for total, part in zip(sums, of_weights, strict=True):
                 if part is not None:
                     total.add_(part)
 
-        # Rounded once, when all tiles are in.
+        # Rounded once, after all tiles.
         weight_grads = [total.to(weight.dtype) for total, weight in zip(sums, trained, strict=True)]
         return [*row_grads, *weight_grads]
 
     def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find out whether the module can run in tiles."""
+        """Run the trial."""
         trial = self._trial
         self._trial = None
         assert trial is not None
@@ -244,7 +244,7 @@ class TiledModule:
         self.is_cut = self.why_whole is None
 
     def _fill(self, rows: Sequence[Tensor], run: Run) -> Tensor:
-        """Run all tiles, and lay their results end to end."""
+        """Run all tiles, and concatenate their results."""
         first = rows[0]
         result = torch.empty(first.shape, dtype=first.dtype, device=first.device)
         places = self._cut([result])
@@ -253,7 +253,7 @@ class TiledModule:
         return result
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Return the rows of tensors, tile by tile."""
+        """Split the rows of tensors into tiles."""
         by_tensor = [_flat(x).split(self._tokens, dim=-2) for x in tensors]
         return list(zip(*by_tensor, strict=True))
 
@@ -263,7 +263,7 @@ class TiledModule:
 
     def _run(self, forward: Run, tile: Sequence[Tensor]) -> Any:  # noqa: ANN401 - before the trial: whatever it gives
         """Run the module on one tile."""
-        # Arguments with a name come last.
+        # Keyword arguments come last.
         count = len(tile) - len(self._keywords)
         by_name = dict(zip(self._keywords, tile[count:], strict=True))
         with self._apart():
@@ -271,7 +271,7 @@ class TiledModule:
 
     @contextlib.contextmanager
     def _bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Make these tensors the module's parameters for a while."""
+        """Make these tensors the module's parameters inside."""
         before = [part._parameters[leaf] for part, leaf in self._places]
         self._put(weights)
         try:
@@ -287,7 +287,7 @@ class TiledModule:
 
 @contextlib.contextmanager
 def running(tiled: Mapping[str, TiledModule]) -> Iterator[None]:
-    """Let operators look up these modules by their names for a while. One thread computes at a time."""
+    """Let operators look up these modules by name inside. One thread computes at a time."""
     global _running
     before = _running
     _running = tiled
@@ -298,7 +298,7 @@ def running(tiled: Mapping[str, TiledModule]) -> Iterator[None]:
 
 
 class _Tiles(torch.autograd.Function):
-    """A module in tiles, in a layer that is not compiled."""
+    """A module in tiles, in an uncompiled layer."""
 
     @staticmethod
     def forward(ctx: Any, tiled: TiledModule, wanted: list[bool], count: int, *inputs: Tensor) -> Tensor:  # noqa: ANN401
@@ -326,14 +326,14 @@ def _tiles(name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bo
 
 
 def _tiles_like(name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool]) -> Tensor:
-    """Return a tensor like the result of `_tiles`, without its numbers."""
+    """Return a fake tensor like the result of `_tiles`."""
     return rows[0].new_empty(rows[0].shape)
 
 
 def _tiles_backward(
     name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool], grad: Tensor
 ) -> list[Tensor]:
-    """Return the gradients of a module in tiles that are wanted."""
+    """Return the wanted gradients of a module in tiles."""
     with _outside_of_operators():
         return _running[name].backward(rows, weights, wanted, grad, is_compiled=True)
 
@@ -341,12 +341,12 @@ def _tiles_backward(
 def _tiles_backward_like(
     name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool], grad: Tensor
 ) -> list[Tensor]:
-    """Return tensors like the results of `_tiles_backward`, without their numbers."""
+    """Return fake tensors like the results of `_tiles_backward`."""
     return [x.new_empty(x.shape) for x in _chosen([*rows, *weights], wanted)]
 
 
 def _note(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
-    """Note what the backward needs."""
+    """Save what the backward needs."""
     ctx.name, rows, weights, ctx.wanted = inputs
     ctx.count = len(rows)
     ctx.save_for_backward(*rows, *weights)
@@ -361,7 +361,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
     wanted = list(ctx.wanted)
     wanted_grads = torch.ops.megatier.tiles_backward(ctx.name, rows, weights, wanted, grad)
 
-    # Neither the name nor the list of what is wanted has a gradient.
+    # Neither the name nor the list of wanted gradients has a gradient.
     grads = _spread(wanted_grads, wanted)
     return None, grads[: ctx.count], grads[ctx.count :], None
 
@@ -384,7 +384,7 @@ torch.library.custom_op(
 
 @contextlib.contextmanager
 def _outside_of_operators() -> Iterator[None]:
-    """Let autograd work in an operator as it does outside of it."""
+    """Let autograd work inside an operator as it does outside."""
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, _SWITCHED_OFF):
         yield
@@ -394,7 +394,7 @@ def _outside_of_operators() -> Iterator[None]:
 
 
 def _are_rows(values: Sequence[Any]) -> bool:
-    """Return whether values are tensors, each [tokens, W] or each [B, T, W], with the same tokens."""
+    """Return whether values are tensors, all [tokens, W] or all [B, T, W], with the same tokens."""
     if not values or not all(map(torch.is_tensor, values)):
         return False
     tokens = values[0].shape[:-1]
@@ -406,14 +406,14 @@ def _are_rows(values: Sequence[Any]) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the rows of several sequences laid end to end: [1, B * T, W] of [B, T, W]; [tokens, W] as it is."""
+    """Flatten [B, T, W] to [1, B * T, W]. [tokens, W] stays as it is."""
     return tensor.reshape(1, -1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
 
 
 def _leaves(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
-    """Return the same tensors as leaves of a graph."""
-    # `.data`, for version counters of their own: all slots of an arena share one, and a load into a neighbour must not
-    # look like a change of weights that the graph of a tile has saved.
+    """Return the same tensors as autograd leaves."""
+    # `.data` gives each a version counter of its own. All slots of an arena share one, and a load into a neighbouring
+    # slot must not look like a change of saved weights.
     return [x.data.requires_grad_(is_wanted) for x, is_wanted in zip(tensors, wanted, strict=True)]
 
 
