@@ -30,7 +30,7 @@ from transformers import AutoConfig
 
 from megatier.config.schema import TrainConfig
 from megatier.errors import ConfigError, UnsupportedModelError
-from megatier.models.decoder import build_skeleton, check_stops_at_borders
+from megatier.models.decoder import build_skeleton, check_document_boundaries
 from megatier.setup.workload import boundary_width
 
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
@@ -286,13 +286,13 @@ def test_family_with_recurrent_layers_is_not_trained_on_documents_apart(family: 
     with pytest.raises(
         UnsupportedModelError, match=rf"has layers \({RECURRENT[family]}\) .* data\.cross_documents to true"
     ):
-        check_stops_at_borders(build_skeleton(tiny_config(family), "sdpa"))
+        check_document_boundaries(build_skeleton(tiny_config(family), "sdpa"))
 
 
 def test_family_whose_patches_cross_borders_is_not_trained_on_documents_apart(tmp_path: Path) -> None:
     """BLT's layers are attention by their names, over patches that begin in one document and end in the next."""
     config = bytes_config()
-    check_stops_at_borders(build_skeleton(config, "sdpa"))
+    check_document_boundaries(build_skeleton(config, "sdpa"))
     _, _, source = plain_gradients(config, "sdpa")
     with pytest.raises(UnsupportedModelError, match="lets a document of a row see the one before it"):
         streamed_gradients(config, tmp_path, source, batch=two_documents(1))
@@ -300,7 +300,7 @@ def test_family_whose_patches_cross_borders_is_not_trained_on_documents_apart(tm
 
 def test_family_whose_masks_do_not_ask_for_positions_is_not_trained_on_documents_apart(tmp_path: Path) -> None:
     config = tiny_config("gpt_oss")
-    check_stops_at_borders(build_skeleton(config, "sdpa"))
+    check_document_boundaries(build_skeleton(config, "sdpa"))
     source = ModelWeights(plain_model(config, attention_of(config)))
     with pytest.raises(UnsupportedModelError, match="makes its masks without position_ids"):
         streamed_gradients(config, tmp_path, source, batch=two_documents(1))

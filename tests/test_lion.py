@@ -23,7 +23,7 @@ from tiny_runs import (
     run_steps,
 )
 
-from megatier.models.decoder import decays
+from megatier.models.decoder import decay_parameter_names
 from megatier.tier import Kind
 
 EVERYWHERE = [(place, ("keep", "recompute", "offload")[n % 3]) for n, place in enumerate(PLACES)]
@@ -67,7 +67,7 @@ def test_lion_in_fp32_is_that_of_its_definition_on_a_plain_model(tmp_path: Path)
         run_steps(session, train)
         found = read_parameters(session, Kind.WEIGHT)
 
-    parameters, decayed = dict(plain.named_parameters()), decays(plain)
+    parameters, decayed = dict(plain.named_parameters()), decay_parameter_names(plain)
     momenta = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     torch.manual_seed(5)
     for step in range(1, train.steps + 1):

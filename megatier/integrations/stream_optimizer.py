@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import TrainConfig
 from megatier.errors import OptimizerError, StreamedModelError
-from megatier.models.decoder import decays
+from megatier.models.decoder import decay_parameter_names
 from megatier.optimizers import OPTIMIZERS
 from megatier.tiered_adamw.external_state import ExternalStateOptimizer, check_group
 
@@ -44,7 +44,7 @@ class StreamedOptimizer(ExternalStateOptimizer):
         """Sort the parameters into two groups with their initial settings. Only `Streamed` makes one."""
         self._streamed = streamed
         # torch requires the parameters themselves. They lie on meta, so the groups only say which weights decay.
-        decayed = decays(streamed.model)
+        decayed = decay_parameter_names(streamed.model)
         parameters = [(name, p) for name, p in streamed.model.named_parameters() if p.requires_grad]
         groups = [
             {"params": [p for name, p in parameters if name in decayed], "weight_decay": train.weight_decay},

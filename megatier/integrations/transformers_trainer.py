@@ -28,7 +28,7 @@ from megatier.integrations.stream import stream
 from megatier.integrations.streamed import Streamed
 from megatier.integrations.trainer_files import TrainerFiles
 from megatier.integrations.trainer_rows import TrainerRows
-from megatier.models.decoder import decays
+from megatier.models.decoder import decay_parameter_names
 from megatier.trainer_guards.arguments import (
     accumulation_of,
     check_accelerator,
@@ -321,7 +321,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         if not overriding(type(self), StreamedTraining, COMPARED) or not self.args.weight_decay:
             return
         model = self.streamed.model
-        own = decays(model)
+        own = decay_parameter_names(model)
         names = frozenset(self.get_decay_parameter_names(model))
         trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
         different = [name for name in trained if (name in names) != (name in own)]

@@ -1,8 +1,8 @@
-"""Computes buffers of a model without weights: what its constructor gives them, and its initialisation.
+"""Computes the buffers of a model without weights: the values of its constructor, and of its initialisation.
 
-A model is built on meta. What a constructor computes there is lost, and Hugging Face's initialisation sets only some of
-it again: not the constants of Apertus' activation. So whatever a constructor fills with values is real, on the CPU, and
-only what becomes a parameter goes to meta.
+A model is built on meta, where everything that a constructor computes is lost, and Hugging Face's initialisation
+recomputes only some of it (not the constants of Apertus' activation). So tensors that a constructor fills with values
+are real, on the CPU, and only those that become parameters go to meta. `decoder.build_skeleton` uses this.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from megatier.compute.seeds import drawing_from
 from megatier.errors import UnsupportedModelError
 
 REAL_ELEMENTS_MAX = 1 << 24
-"""Elements of a tensor that a constructor makes for real, at most: 64 MiB in fp32. A larger one is a parameter, or a
-mask."""
+"""The most elements of a tensor that is made for real: 64 MiB in fp32. A larger one is a parameter or a mask."""
 
 KEPT_ELEMENTS_MAX = 1 << 16
-"""Elements of a parameter whose value is kept, at most: of a gate, a scale, a norm."""
+"""The most elements of a parameter whose constructed value is kept, such as a gate, a scale or a norm."""
 
 _NAMES = (
     *("arange", "as_tensor", "asarray", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn"),
     *("randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
 )
 _FILLING = frozenset(getattr(torch, name) for name in _NAMES)
-"""Functions that make a tensor with values in it. What `torch.empty` makes has none, so nothing is lost on meta."""
+"""Functions that make a tensor with values. `torch.empty` is not among them, since nothing is lost on meta."""
 
 _DRAWING = frozenset({"kaiming_uniform_", "normal_", "uniform_"})
-"""Names of functions that draw values into a tensor."""
+"""The names of functions that draw values into a tensor."""
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Build modules with parameters on meta for a while, and with everything else that they compute on the CPU.
+    """Build modules inside with their parameters on meta, and everything else on the CPU.
 
-    Random values are always the same, and the random state outside is left alone.
+    Random values are always the same, and the caller's random state does not change.
     """
     with drawing_from(0), torch.device("meta"), _FilledOnCPU():
         hook = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
@@ -53,12 +52,12 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def constructed_value(parameter: Tensor) -> Tensor | None:
-    """Return the value that a constructor gave a parameter, if it was kept; it holds if nothing sets another one."""
+    """Return the value that a constructor gave a parameter, if it was kept. It holds if nothing sets another one."""
     return getattr(parameter, "constructed", None)
 
 
 def initialise_buffers(model: PreTrainedModel) -> None:
-    """Give every buffer its value by Hugging Face's own initialisation, which passes over meta parameters.
+    """Give every buffer its value by Hugging Face's own initialisation, which skips parameters on meta.
 
     Raises:
         UnsupportedModelError: a buffer has no value from its constructor, and the initialisation leaves it unset.
@@ -67,7 +66,7 @@ def initialise_buffers(model: PreTrainedModel) -> None:
     for module_name, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                # Filled with values that no initialisation leaves behind, so that a buffer that nothing sets shows.
+                # Filled with a marker that no initialisation leaves behind, so that an unset buffer is found.
                 marked = _unset(torch.empty_like(buffer, device="cpu"))
                 module._buffers[leaf] = marked
                 unset[f"{module_name}.{leaf}".lstrip(".")] = marked
@@ -81,7 +80,7 @@ def initialise_buffers(model: PreTrainedModel) -> None:
 
 
 class _NothingDrawn(TorchFunctionMode):
-    """Passes over values that would be drawn on meta: torch draws none there, but runs much code to say so."""
+    """A mode that skips drawing on meta, where torch draws nothing but runs much code."""
 
     def __torch_function__(
         self,
@@ -92,7 +91,7 @@ class _NothingDrawn(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
 
-        # The function is torch's, the method of tensors, or what Hugging Face puts in place of the first.
+        # The function may be torch's, a tensor's method, or Hugging Face's replacement of the first.
         if function.__name__ in _DRAWING:
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, Tensor) and tensor.is_meta:
@@ -101,7 +100,7 @@ class _NothingDrawn(TorchFunctionMode):
 
 
 class _FilledOnCPU(_NothingDrawn):
-    """Makes tensors that are filled with values on the CPU, whatever the default device is."""
+    """A mode that makes tensors with values on the CPU, whatever the default device is."""
 
     def __torch_function__(
         self,
@@ -116,7 +115,7 @@ class _FilledOnCPU(_NothingDrawn):
         if function not in _FILLING or not made.is_meta or names_device:
             return made
 
-        # Hugging Face finds out by `torch.tensor([])` that a model is built on meta.
+        # Hugging Face checks by `torch.tensor([])` whether a model is built on meta.
         if not 0 < made.numel() <= REAL_ELEMENTS_MAX:
             return made
 
@@ -124,13 +123,13 @@ class _FilledOnCPU(_NothingDrawn):
 
 
 def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """Return the parameter that is registered in place of another; a small one's value stays with it."""
+    """Return the meta parameter to register instead of a real one. A small one keeps its value as an attribute."""
     if parameter is None or parameter.is_meta:
         return parameter
     value = parameter.detach()
     placed = nn.Parameter(value.to("meta"), requires_grad=parameter.requires_grad)
 
-    # Models mark parameters by attributes of their own, such as those that their initialisation passes over.
+    # Models mark parameters by attributes, such as those that their initialisation skips.
     placed.__dict__.update(parameter.__dict__)
     if value.numel() <= KEPT_ELEMENTS_MAX:
         placed.constructed = value  # type: ignore[attr-defined]
@@ -139,7 +138,7 @@ def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> 
 
 
 def _unset(buffer: Tensor) -> Tensor:
-    """Fill a buffer with values that no initialisation leaves behind."""
+    """Fill a buffer with a marker that no initialisation leaves behind."""
     if buffer.dtype is torch.bool:
         # A byte of 2 is neither False nor True, and every write of a bool replaces it.
         buffer.view(torch.uint8).fill_(2)
@@ -151,7 +150,7 @@ def _unset(buffer: Tensor) -> Tensor:
 
 
 def _is_unset(buffer: Tensor) -> Tensor:
-    """Return where a buffer still has such values."""
+    """Return where a buffer still has the marker."""
     if buffer.dtype is torch.bool:
         return buffer.view(torch.uint8) == 2
     if buffer.is_floating_point() or buffer.is_complex():

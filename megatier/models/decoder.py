@@ -1,7 +1,8 @@
-"""Finds the units of any Hugging Face decoder, with or without vision tower, and makes its skeleton.
+"""Finds the units of any Hugging Face decoder, with or without a vision tower, and builds its skeleton.
 
-A skeleton keeps Hugging Face's own modules and buffers, and its parameters stay on the meta device for good. Weights
-exist only inside blocks, and are bound into the modules while a unit runs.
+A skeleton has Hugging Face's own modules and buffers, and its parameters stay on the meta device. Weights exist only in
+blocks, and are bound into the modules while a unit runs. `setup` and `integrations` build skeletons, and `session` cuts
+them into units.
 """
 
 from __future__ import annotations
@@ -27,69 +28,68 @@ from megatier.guards.documents import TOGETHER
 from megatier.guards.token_rows import names_of_rows
 from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import initialise_buffers, parameters_on_meta
-from megatier.models.limits import counted
+from megatier.models.limits import limiting_construction
 from megatier.models.model_class import auto_class
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Parameters that Hugging Face's Trainer leaves out of weight decay, by lower-case name."""
+"""Parameters without weight decay in Hugging Face's Trainer, by lower-case name."""
 
 JOINING = ("linear", "compressed", "heavily_compressed")
-"""Beginnings of the names of kinds of attention that join tokens before they are masked."""
+"""Prefixes of attention types that combine tokens before masking."""
 
 INDEXER_MASKED = (5, 17)
-"""The first release of transformers in which the indexer of GLM-MoE-DSA chooses no masked token."""
+"""The first release of transformers in which the indexer of GLM-MoE-DSA never selects masked tokens."""
 
 LENT_ELEMENTS_MAX = 1 << 22
-"""Elements of a parameter of a module around the layers, at most: 8 MiB in bf16."""
+"""The most elements of a parameter of a module around the layers: 8 MiB in bf16."""
 
 USUAL_ATTENTION = ("auto", "sdpa")
-"""Names of the attention of PyTorch, or eager where a part of a model has none of it."""
+"""Names for PyTorch's attention, or eager attention where a part of a model does not support it."""
 
 MIXES_ROWS = ("DogeCDMoE",)
-"""Modules whose output for a row depends on the other rows of its batch: Doge's router cuts its logits across rows."""
+"""Modules whose output for a row depends on other rows of the batch. Doge's router splits its logits across rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A part of a model that is bound and run at once."""
+    """A part of a model that is loaded, bound and run at once."""
 
     name: str
     """Name of the owning module, such as `model.layers.0`."""
     module_names: tuple[str, ...]
-    """The modules that use the parameters: two if an embedding is tied to the head, the embedding first. If the experts
-    of a layer are units of their own, the other modules of the layer."""
+    """The modules that use the parameters: two if an embedding is tied to the head, the embedding first. If a layer's
+    experts are units of their own, the other modules of the layer."""
     layout: Layout
     is_layer: bool
     experts: tuple[int, int] | None = None
     """The range [start, stop) of a fused experts module that this unit is; None: the unit is whole modules."""
     is_lent: bool = False
-    """Whether copies of it are lent to the whole forward of its module, which runs layers. It is what that module owns
-    itself, such as LLaVA-NeXT's `image_newline`, or what stays in fp32 inside of units that are bf16 (`dtypes`)."""
+    """Whether copies of it are lent for the whole forward of its module, which runs layers. It holds what that module
+    owns itself, such as LLaVA-NeXT's `image_newline`, or what stays in fp32 inside bf16 units (`dtypes`)."""
 
 
 Binding = tuple[dict[str, Tensor | None], str, TensorSlice]
-"""The place where a tensor must be put: a module's own `_parameters`, the key in it, and the slice of the unit's
-layout."""
+"""A place for a tensor: a module's `_parameters`, the key in it, and the slice of the unit's layout."""
 
 
 @usual_defaults()
 def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """Build the model of a config, whose parameters are fp32 on meta and whose buffers are real, on the CPU.
+    """Build the model of a config, with fp32 parameters on meta and real buffers on the CPU.
 
-    Buffers hold what a normally constructed model holds. The caller's config is not touched.
+    Buffers have the values of a normally constructed model. The caller's config is not changed.
 
     Args:
-        config: the config of a decoder-only model. It is the classifier that the config names, or else the language
-            model, with its vision tower if it has one.
-        attention: Hugging Face's name, such as `sdpa`. Where a part of a model has no `sdpa` (GPT-OSS, PaliGemma 2),
-            `eager` takes its place. `auto` is `sdpa`: what it becomes in a run is chosen before the run's model is
+        config: the config of a decoder-only model. The result is the classifier that the config names, or else the
+            language model, with its vision tower if it has one.
+        attention: Hugging Face's name, such as `sdpa`. Where a part of a model does not support `sdpa` (GPT-OSS,
+            PaliGemma 2), `eager` replaces it. `auto` means `sdpa` here: a run's choice is made before its model is
             built.
 
     Raises:
-        UnsupportedModelError: the model is no causal decoder, quantised, or larger than any model (`models.limits`), or
-            has a buffer that nothing initialises.
+        UnsupportedModelError: the model is not a causal decoder, is quantised, is larger than any known model
+            (`models.limits`), or has a buffer that nothing initialises.
     """
-    # Every way to a streamed model comes by here, before the first buffer is computed.
+    # Every streamed model passes through here before its first buffer is computed.
     warm_up()
     check_config(config)
     try:
@@ -97,27 +97,27 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     except UnsupportedModelError as error:
         if attention in USUAL_ATTENTION:
             raise
-        # If it cannot be built with the usual attention either, that says why.
+        # If it cannot be built with the usual attention either, this raises the real reason.
         _built(config, "sdpa")
         raise UnsupportedModelError(f"{first_sentence(error)}. Set attention to sdpa.") from error
 
-    # A cache of keys and values serves generation alone, and would keep activations alive.
+    # A key-value cache serves generation only, and would keep activations alive.
     model.config.use_cache = False
     return model
 
 
 def _built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """Return the model of a config, with its buffers."""
-    # transformers writes into the config what it has chosen.
+    """Build the model of a config, with its buffers."""
+    # transformers writes its choices into the config.
     config = copy.deepcopy(config)
 
-    # Named, sdpa is asked of every part. Where nothing is named, transformers takes it where a part has it.
+    # A named implementation is required of every part. Without a name, transformers uses sdpa where it is supported.
     implementation = None if attention in USUAL_ATTENTION else attention
     with reading(f"{config.model_type} cannot be built from this config", UnsupportedModelError):
         if implementation is None:
             config._attn_implementation = None
         options = {"dtype": torch.float32, "attn_implementation": implementation}
-        with parameters_on_meta(), counted():
+        with parameters_on_meta(), limiting_construction():
             model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
         assert isinstance(model, PreTrainedModel)
         initialise_buffers(model)
@@ -125,7 +125,7 @@ def _built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Refuse a config of weights that are quantised, or of an encoder with a decoder.
+    """Refuse the config of a quantised model, or of an encoder-decoder.
 
     Raises:
         UnsupportedModelError: it is one.
@@ -143,16 +143,16 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
-    """Cut a model into units, in module order, so that each parameter is in exactly one.
+    """Cut a model into units in module order, such that each parameter is in exactly one.
 
     A decoder layer is one unit, and so is any other outermost module that owns parameters (embedding, norm, head).
-    Outside the decoder a unit is the outermost module without a list in it: a block of a vision tower, its embeddings,
-    a projector. A module around the layers makes a unit of what it owns itself. Parameters that require no gradient are
-    frozen, and the base of a model that has adapters.
+    Outside the decoder, a unit is the outermost module without a module list in it: a block of a vision tower, its
+    embeddings, a projector. The parameters that a module around the layers owns itself are a unit too. Parameters that
+    require no gradient are frozen, and so is the base of a model with adapters.
 
     Raises:
-        UnsupportedModelError: there are no decoder layers; or a parameter is shared in another way than embedding and
-            head, is no floating-point tensor, or is large and owned by a module around the layers.
+        UnsupportedModelError: there are no decoder layers; or a parameter is shared other than between embedding and
+            head, is not floating-point, or is large and owned by a module around the layers.
     """
     names = _first_owners(model)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -171,7 +171,7 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
         if is_around_layers:
             _refuse_large(model, shapes)
 
-        # The first module that uses a parameter owns it. Only a head that is tied to the embedding may come second.
+        # The first module that uses a parameter owns it. Only a head that is tied to the embedding may be a second one.
         shared = [name for name in shapes if name in unit_of]
         if shared:
             first = units[min(unit_of[name] for name in shared)]
@@ -193,26 +193,26 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
 
 
 def _is_around(module: nn.Module, layers: Set[int]) -> bool:
-    """Return whether a module, which is no layer, has layers below it."""
+    """Return whether a module is not a layer but contains layers."""
     return id(module) not in layers and any(id(child) in layers for child in module.modules())
 
 
 def _check_tied(
     model: PreTrainedModel, first: Unit, module_name: str, names: Collection[str], shared_name: str
 ) -> None:
-    """Refuse a module that uses parameters of another unit, unless they are the embedding and a head tied to it.
+    """Refuse a module that shares parameters with another unit, unless they are the embedding and a tied head.
 
     Args:
         model: the skeleton.
-        first: the unit of the module that used them first.
-        module_name: the module that uses them as well.
-        names: all parameters of this module.
-        shared_name: one that both use, for the message.
+        first: the unit of the first module that uses them.
+        module_name: the second module.
+        names: all parameters of the second module.
+        shared_name: a shared parameter, for the message.
 
     Raises:
         UnsupportedModelError: they are not.
     """
-    # A head with a bias of its own has a parameter that the embedding lacks, and no unit of both would be bound whole.
+    # A head with its own bias has a parameter that the embedding lacks, so no unit could be bound whole in both.
     is_whole = set(names) == {tensor.name for tensor in first.layout.tensors}
     is_embedding = model.get_submodule(first.module_names[0]) is model.get_input_embeddings()
     is_head = model.get_submodule(module_name) is model.get_output_embeddings()
@@ -225,23 +225,23 @@ def _check_tied(
 
 
 def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Binding]:
-    """Return the places in one using module where a tensor must be put to bind the unit.
+    """Return the places in a module where tensors must be put to bind a unit.
 
-    Call it while the model is unbound, and keep the result, because it walks the whole model.
+    Call this while the model is unbound, and keep the result, since it walks the whole model.
 
     Args:
         model: the skeleton.
         unit: one of `find_units(model)`.
-        module_name: one of `unit.module_names`; or any other module, for what is below it of a unit that is lent.
+        module_name: one of `unit.module_names`; or any module, to find the places below it of a unit that is lent.
 
     Returns:
-        One binding for each place; a slice that is used twice inside the module comes twice.
+        One binding for each place. A slice that is used twice inside the module is listed twice.
     """
     names = _first_owners(model)
     slices = {tensor.name: tensor for tensor in unit.layout.tensors}
     places = list[Binding]()
     for module in model.get_submodule(module_name).modules():
-        # The dictionary itself: torch's own setattr refuses what is no nn.Parameter, as views of a slot are not.
+        # The dictionary itself, since torch's setattr accepts only nn.Parameter, and views of a slot are plain tensors.
         parameters = cast("dict[str, Tensor | None]", module._parameters)
         for leaf, parameter in parameters.items():
             if parameter is None:
@@ -254,25 +254,25 @@ def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Bindi
 
 
 def tiled_names(unit: Unit, module: nn.Module) -> list[str]:
-    """Return the names in a module of a unit of those that might run in tiles of tokens; "" is the module itself.
+    """Return the names of a module's submodules that may run in tiles of tokens; "" is the module itself.
 
     They are norms, MLPs and experts of decoder layers.
     """
     if not (unit.is_layer or unit.experts is not None):
         return []
 
-    # A layer whose experts are units of their own is bound module by module, so the module is no whole layer then.
+    # A layer whose experts are units of their own is bound module by module, so this module is not a whole layer.
     is_whole_layer = unit.is_layer and len(unit.module_names) == 1
     return names_of_rows(module, is_layer=is_whole_layer)
 
 
-def decays(model: PreTrainedModel) -> frozenset[str]:
+def decay_parameter_names(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the parameters with weight decay, as Hugging Face's Trainer chooses them."""
-    # A norm may be called anything, such as `ln_f`, so its class counts as well.
+    # A norm may have any name, such as `ln_f`, so its class counts as well.
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
     decayed = set[str]()
     for name, _ in model.named_parameters():
-        # No biases and no norms, which it knows by their class or by their names.
+        # Biases and norms, by class or name, have no decay.
         is_bias_or_norm = NO_DECAY.search(name.lower()) is not None
         if not is_bias_or_norm and not name.startswith(norms):
             decayed.add(name)
@@ -280,25 +280,25 @@ def decays(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(decayed)
 
 
-def check_stops_at_borders(model: PreTrainedModel) -> None:
-    """Refuse a model that carries something over from one document of a sequence to the next.
+def check_document_boundaries(model: PreTrainedModel) -> None:
+    """Refuse a model that carries information from one document of a packed sequence to the next.
 
-    Attention has a mask that keeps documents apart. A recurrent layer carries its state on, and attention over blocks
-    of tokens may join the end of one document with the beginning of the next.
+    Attention has a mask that keeps documents apart. But a recurrent layer carries its state on, and attention over
+    blocks of tokens may combine the end of one document with the beginning of the next.
 
     Raises:
-        UnsupportedModelError: a layer is no attention over single tokens.
+        UnsupportedModelError: a layer is not attention over single tokens.
     """
     config = model.config.get_text_config()
 
-    # Hybrid models such as Jamba have the second name.
+    # Hybrid models such as Jamba use the second name.
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     crossing = {kind for kind in kinds if not kind.endswith("attention") or kind.startswith(JOINING)}
     others = sorted(crossing)
     if getattr(config, "indexer_compress_ratio", None):
         others.append("an indexer over blocks of tokens")
 
-    # The indexer of old versions adds a mask of booleans to its scores, so it also chooses tokens that are masked.
+    # The indexer of old versions adds a boolean mask to its scores, so it may select masked tokens.
     major, minor = transformers.__version__.split(".")[:2]
     is_old = (int(major), int(minor)) < INDEXER_MASKED
     if config.model_type == "glm_moe_dsa" and is_old:
@@ -311,10 +311,10 @@ def check_stops_at_borders(model: PreTrainedModel) -> None:
 
 
 def check_rows_are_apart(model: PreTrainedModel, remedy: str) -> None:
-    """Refuse a model in which a row of a batch depends on others, so that groups and slices would change the numbers.
+    """Refuse a model in which rows of a batch depend on each other, so that groups and slices would change results.
 
     Raises:
-        UnsupportedModelError: names the module; the message ends with the remedy.
+        UnsupportedModelError: a module is of that kind. The message names it, and ends with the remedy.
     """
     for name, module in model.named_modules():
         if type(module).__name__ in MIXES_ROWS:
@@ -333,7 +333,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     if not hasattr(model, "get_decoder"):
         raise UnsupportedModelError(f"{type(model).__name__} has no get_decoder(), so its layers cannot be found.")
 
-    # A decoder may have other lists, such as one of several heads. The layers are the longest.
+    # A decoder may have other lists, such as several heads. The layers are the longest list.
     lists = [
         module
         for module in model.get_decoder().modules()
@@ -354,7 +354,7 @@ def tied_modules(model: PreTrainedModel) -> frozenset[str]:
     head = model.get_output_embeddings()
     weight = getattr(embedding, "weight", None)
 
-    # By identity: two tensors that are merely equal are trained apart.
+    # By identity, since two tensors that are merely equal are trained separately.
     if weight is None or weight is not getattr(head, "weight", None):
         return frozenset()
 
@@ -366,17 +366,17 @@ def tied_modules(model: PreTrainedModel) -> frozenset[str]:
 
 
 def _first_owners(model: PreTrainedModel) -> dict[int, str]:
-    """Return the name of each parameter by its id; a tied one has the name under which its first owner holds it."""
+    """Return the name of each parameter by its id. A tied one has the name in its first owner."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules whose parameters make up units, in order.
 
-    These are layers, the outermost other modules that own parameters and, outside the decoder, the outermost ones that
-    hold no list.
+    These are the layers, the outermost other modules that own parameters and, outside the decoder, the outermost
+    modules that contain no list.
     """
-    # The outermost module that was yielded last, whose own modules are passed over.
+    # The prefix of the last yielded module, whose submodules are skipped.
     inside = None
     decoder = {id(module) for module in model.get_decoder().modules()}
 
@@ -389,7 +389,7 @@ def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[st
         if not owns_parameters and not is_one_unit:
             continue
 
-        # A module that runs the layers itself comes with what it owns itself alone. What is below it follows.
+        # A module that runs the layers contributes only what it owns itself. Its submodules follow.
         if not _is_around(module, layers):
             inside = f"{name}."
         yield name, module
@@ -401,7 +401,7 @@ def _refuse_large(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]])
     They are copied for the whole forward, outside the budgets.
 
     Raises:
-        UnsupportedModelError: names the first one.
+        UnsupportedModelError: there is one. The message names it.
     """
     for name, shape in shapes.items():
         if math.prod(shape) > LENT_ELEMENTS_MAX:
@@ -414,7 +414,7 @@ def _refuse_large(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]])
 
 
 def _has_no_list(module: nn.Module) -> bool:
-    """Return whether a module has parameters, and no list of modules, which somebody else would call one by one."""
+    """Return whether a module has parameters, and no module list, whose members other code would call one by one."""
     for child in _own_modules(module):
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             return False
@@ -422,7 +422,7 @@ def _has_no_list(module: nn.Module) -> bool:
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all below it but what is inside of adapters."""
+    """Yield a module and its submodules, except those inside adapters."""
     yield module
     if not is_adapter(module):
         for child in module.children():
@@ -430,14 +430,14 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Return whether a module is PEFT's, with one of the model's own inside, and so calls its lists itself."""
-    # By its package's name, because PEFT is slow to import, and most runs do without it.
+    """Return whether a module is PEFT's wrapper around a module of the model."""
+    # By the package's name, since PEFT is slow to import and most runs do not need it.
     return type(module).__module__.startswith("peft.")
 
 
 def _checked_shape(model: PreTrainedModel, name: str, parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter, which must be one that can be trained."""
-    # Codes of a quantised weight have one byte, also those that torch counts as floats (fp8).
+    """Return the shape of a parameter, and check that it can be trained."""
+    # Codes of a quantised weight have one byte, even those that torch counts as floats (fp8).
     is_code = parameter.element_size() == 1
     if is_code or not parameter.is_floating_point():
         raise _unsupported(model, name, f"is {parameter.dtype}; only full-precision weights are trained")

@@ -1,12 +1,12 @@
-"""Tells the dtypes in which a model computes: those that `from_pretrained` gives its buffers and parameters.
+"""Determines the dtypes in which a model computes, as `from_pretrained` gives them to its buffers and parameters.
 
-MiniMax multiplies activations with its buffers. Routers of ERNIE 4.5 and convolutions of Inkling 2 compute in fp32
-even if all other weights are in bf16. Such parameters are small and lie in large layers, while a unit has one schema of
-state. So all of them together are one unit, which is lent to the whole forward. A unit that has no others stays as it
-is: the norm of DeepSeek-V4, the head of Hy-V4.
+Some models need fp32 in places: MiniMax multiplies activations with its buffers, and routers of ERNIE 4.5 and
+convolutions of Inkling 2 compute in fp32 even if all other weights are bf16. Such parameters are small and lie in large
+layers, while a unit has one state schema. So all of them together form one unit, which is lent for the whole forward. A
+unit that consists only of such parameters stays as it is: the norm of DeepSeek-V4, the head of Hy-V4.
 
-If Muon trains the matrices of layers, the same is done with what else is trained in layers: norms, biases, convolutions
-and other vectors, which AdamW trains.
+If Muon trains the matrices of layers, the other trained parameters in layers (norms, biases, convolutions and other
+vectors) form another such unit, which AdamW trains.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from transformers import PreTrainedModel
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
 from megatier.layout import Layout
-from megatier.models.decoder import Unit, decays
+from megatier.models.decoder import Unit, decay_parameter_names
 from megatier.models.expert_units import WHOLE, experts_in
 from megatier.models.model_class import known_class
 from megatier.optimizers import OPTIMIZERS
 from megatier.state import StateSchema
 
 IN_FP32 = "parameters in fp32"
-"""The name of the unit of those parameters that stay in fp32 inside of units that are bf16."""
+"""The name of the unit of parameters that stay in fp32 inside bf16 units."""
 VECTORS = "vectors of layers"
-"""The name of the unit of those parameters of layers that AdamW trains if Muon trains the others."""
+"""The name of the unit of parameters in layers that AdamW trains where Muon trains the others."""
 
 
 def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a skeleton's buffers to the device, in the dtypes that they compute in if the weights have this dtype."""
+    """Move a skeleton's buffers to the device, in the dtypes that they compute in for weights of this dtype."""
     dtypes = buffer_dtypes(model, dtype)
     for module_name, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
@@ -47,28 +47,28 @@ def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dty
 
 
 def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of every buffer, by its name, if the weights have a dtype.
+    """Return the dtype of every buffer by name, for weights of a dtype.
 
-    Those follow the weights that do so in `from_pretrained`, because their constructor names no dtype; what the model's
-    class keeps in fp32 stays so if it is stored. If the weights have the dtype already, no buffer changes, and neither
-    does one whose dtype was changed on a model in RAM.
+    Buffers follow the weights if they do so in `from_pretrained`, because their constructor names no dtype. Those that
+    the model's class keeps in fp32 stay so if they are stored. If the weights have the dtype already, no buffer
+    changes, and neither does one whose dtype was changed on a model in RAM.
 
     Args:
         model: a skeleton; its class makes others on meta.
         dtype: of the compute copy of weights.
 
     Raises:
-        UnsupportedModelError: its config makes no model any more.
+        UnsupportedModelError: no model can be built from its config any more.
     """
     present = _buffers_by_name(model)
     if model.dtype is dtype:
         return present
 
-    # Built once more, because only the constructor knows which buffers follow the weights. Few models have any.
+    # Built again, since only the constructor knows which buffers follow the weights. Few models have any.
     after = _constructed_buffers(model, dtype)
     others = [name for name, made in after.items() if name in present and made is not present[name]]
 
-    # A buffer whose dtype was changed since the model was made keeps what it was changed to.
+    # A buffer whose dtype was changed since the model was made keeps its new dtype.
     before = _constructed_buffers(model, model.dtype) if others else {}
     following = {name: after[name] for name in others if present[name] is before[name]}
 
@@ -78,12 +78,12 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
 
 
 def _buffers_by_name(model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """Return the dtype of each buffer by its name, a shared one's by each of its names."""
+    """Return the dtype of each buffer by name, a shared buffer under each of its names."""
     return {name: buffer.dtype for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
 def _constructed_buffers(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of each buffer by its name in a new model of the same config, whose weights have a dtype."""
+    """Return the dtype of each buffer by name, in a new model of the same config with weights of a dtype."""
     what = f"{type(model).__name__} cannot be made of its config"
     with reading(what, UnsupportedModelError), torch.device("meta"):
         # A constructor may change its config.
@@ -93,12 +93,12 @@ def _constructed_buffers(model: PreTrainedModel, dtype: torch.dtype) -> dict[str
 
 
 def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
-    """Return those of some stored tensors' names that the model's class keeps in fp32 if weights are in bf16."""
+    """Return the names of stored tensors that the model's class keeps in fp32 if weights are bf16."""
     globs = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     if not globs:
         return frozenset()
 
-    # As in transformers, `*` is any text, and a match may begin anywhere in a name.
+    # As in transformers, `*` matches any text, and a match may begin anywhere in a name.
     patterns = [glob.replace("*", ".*") for glob in globs]
     pattern = re.compile("|".join(patterns))
     return frozenset(name for name in names if pattern.search(name))
@@ -111,9 +111,10 @@ def with_schemas(
     moments: str = "fp32",
     optimizer: str = "adamw",
 ) -> tuple[Unit, ...]:
-    """Give each unit the schema of its state. What has another one inside of it becomes part of a unit that is lent.
+    """Give each unit its state schema. Parameters that need another schema move to a unit that is lent.
 
-    That is what stays in fp32 inside of bf16 units, and what AdamW trains in layers whose matrices Muon trains.
+    These are parameters that stay in fp32 inside bf16 units, and those in layers that AdamW trains where Muon trains
+    the matrices.
 
     Args:
         model: the skeleton.
@@ -132,7 +133,7 @@ def with_schemas(
     in_fp32 = names_in_fp32(model, all_names)
     matrices = matrices_of_layers(model, units) - in_fp32 if kind.matrices else frozenset[str]()
 
-    # If everything computes in fp32, these have the schema of all others, and stay where they are.
+    # If everything computes in fp32, they have the same schema as the others and stay in place.
     kept_in_fp32 = in_fp32 if schema is not fp32_schema else frozenset[str]()
 
     schema_of_lent = {IN_FP32: fp32_schema, VECTORS: schema}
@@ -142,14 +143,14 @@ def with_schemas(
     for unit in units:
         names = frozenset(tensor.name for tensor in unit.layout.tensors)
 
-        # All of it computes in fp32, so the unit has that schema itself and nothing has to be lent.
+        # The whole unit computes in fp32, so it gets that schema itself, and nothing is lent.
         if names <= kept_in_fp32:
             changed.append(replace(unit, layout=replace(unit.layout, schema=fp32_schema)))
             continue
 
         own_schema = kind.matrices[compute_dtype] if kind.matrices and names & matrices else schema
 
-        # A frozen vector is trained by neither optimizer, so it stays where it is.
+        # A frozen vector is trained by neither optimizer, so it stays in place.
         trained = names - unit.layout.frozen
         vectors = trained - matrices - kept_in_fp32 if own_schema.by_matrix else frozenset[str]()
 
@@ -171,10 +172,10 @@ def with_schemas(
 def matrices_of_layers(model: PreTrainedModel, units: Sequence[Unit]) -> frozenset[str]:
     """Return the names of the parameters that Muon trains.
 
-    They are weights of two dimensions in decoder layers, but for embeddings and what does not decay, and the stacks of
-    fused experts, which have three.
+    They are two-dimensional weights in decoder layers, except embeddings and those without decay, and the
+    three-dimensional stacks of fused experts.
     """
-    decayed = decays(model)
+    decayed = decay_parameter_names(model)
     of_experts = {f"{name}.{leaf}" for name, module in experts_in(model) for leaf in module._parameters}
     matrices = set[str]()
     for unit in units:
@@ -195,7 +196,7 @@ def matrices_of_layers(model: PreTrainedModel, units: Sequence[Unit]) -> frozens
 
 
 def _check_whole(unit: Unit) -> None:
-    """Refuse a part of a layer's experts of which some parameters have another schema: a module is lent whole ones.
+    """Refuse a unit of split experts in which some parameters need another schema, since only whole ones can be lent.
 
     Raises:
         UnsupportedModelError: the unit is one.
@@ -209,7 +210,7 @@ def _check_whole(unit: Unit) -> None:
 def _lent(
     model: PreTrainedModel, name: str, sources: Sequence[tuple[Unit, frozenset[str]]], schema: StateSchema
 ) -> Unit:
-    """Return the unit of those parameters of units that have some names. The module around all units lends it."""
+    """Return the unit of the named parameters of some units. The module around all of these units lends it."""
     units = [unit for unit, _ in sources]
     tensors = [tensor for unit, names in sources for tensor in unit.layout.tensors if tensor.name in names]
     shapes = [(tensor.name, tensor.shape) for tensor in tensors]
@@ -226,15 +227,15 @@ def _lent(
 
 
 def _around(model: PreTrainedModel, units: Sequence[Unit]) -> str:
-    """Return the innermost module around all modules of some units that has a forward, which a list has not."""
+    """Return the innermost module around all modules of some units that has a forward, which a module list has not."""
     owners = list[str]()
     for unit in units:
         for name in unit.module_names:
-            # What is lent already is owned by the module that lends it.
+            # A unit that is lent is owned by the module that lends it.
             owner = name if unit.is_lent else name.rpartition(".")[0]
             owners.append(owner)
 
-    # Common beginnings are whole names of modules, as those of paths are whole names of folders.
+    # Computed on paths, whose common prefix consists of whole names.
     as_paths = [owner.replace(".", "/") for owner in owners]
     around = commonpath(as_paths).replace("/", ".")
     while isinstance(model.get_submodule(around), nn.ModuleList | nn.ModuleDict):
@@ -243,9 +244,9 @@ def _around(model: PreTrainedModel, units: Sequence[Unit]) -> str:
 
 
 def _first_inside(units: Sequence[Unit], lent: Unit) -> int:
-    """Return the place of the first unit whose module lies in the one that lends: units are in module order."""
-    # With a dot behind each name, because `layers.10` is not inside of `layers.1`. The root, which is around all of
-    # them, has an empty name.
+    """Return the index of the first unit inside the module that lends. Units are in module order."""
+    # With a dot after each name, since `layers.10` is not inside `layers.1`. The root, which contains all, has an empty
+    # name.
     around = f"{lent.module_names[0]}.".lstrip(".")
     inside = [
         index for index, unit in enumerate(units) if any(f"{name}.".startswith(around) for name in unit.module_names)

@@ -1,9 +1,9 @@
-"""Makes experts of layers units of their own, so that no slot has to take a whole layer.
+"""Splits the experts of layers into units of their own, so that no slot has to hold a whole layer.
 
-A fused experts module of transformers has one parameter for all experts, the first dimension of which is the expert,
-and skips what the router sends to an expert that it does not have. So a range of experts runs by itself: on rows of the
-parameters, with the indices shifted. A layer with such a module becomes one unit for each range, and one for all its
-other modules, each of which is bound when it runs. Units are not nested.
+A fused experts module of transformers has one parameter for all experts, whose first dimension is the expert, and skips
+tokens for experts that it does not have. So a range of experts can run by itself, on rows of the parameters with
+shifted indices (`engine.expert_parts`). A layer with such a module becomes one unit for each range, and one for its
+other modules, each of which is bound when it runs. Units are never nested.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit, find_units
 
 WHOLE = "Set model.expert_parts to 1: then a layer is one unit."
-"""The remedy that always helps."""
+"""The remedy that always works."""
 
 
 def cut_units(model: PreTrainedModel, parts: int) -> tuple[Unit, ...]:
@@ -30,19 +30,18 @@ def cut_units(model: PreTrainedModel, parts: int) -> tuple[Unit, ...]:
 
     Args:
         model: a skeleton.
-        parts: number of units that the experts of a layer are cut into, as evenly as can be; 1: they are part of their
-            layer's unit.
+        parts: the number of units for the experts of a layer, as even as possible; 1: they stay in their layer's unit.
 
     Raises:
         ConfigError: there are fewer experts, or they have adapters.
-        UnsupportedModelError: see `find_units`; or the model has no fused experts, or some that cannot be cut.
+        UnsupportedModelError: see `find_units`; or the model has no fused experts, or they cannot be split.
     """
     units = find_units(model)
     if parts == 1:
         return units
     cut = [unit for whole in units for unit in _cut(model, whole, parts)]
 
-    # Nothing was cut, so the setting would be without effect.
+    # Nothing was split, so the setting would have no effect.
     if len(cut) == len(units):
         raise UnsupportedModelError(
             f"model.expert_parts is {parts}, but {type(model).__name__} has no fused experts. {WHOLE}"
@@ -52,11 +51,11 @@ def cut_units(model: PreTrainedModel, parts: int) -> tuple[Unit, ...]:
 
 
 def max_expert_parts(model: PreTrainedModel) -> int:
-    """Return the number of parts that the experts of every layer can be cut into; 1 if there are none, or adapted."""
+    """Return the most parts into which every layer's experts can be split; 1 if there are none, or adapted ones."""
     adapted = _adapted_in(model)
     counts = list[int]()
     for _, module in experts_in(model):
-        # What adapts a stack of experts adds to the whole of it.
+        # An adapter of a stack adds to the whole stack.
         if module in adapted:
             return 1
         counts.append(_num_experts(module))
@@ -64,8 +63,8 @@ def max_expert_parts(model: PreTrainedModel) -> int:
 
 
 def places_of(units: Sequence[Unit]) -> dict[str, list[tuple[Unit, TensorSlice]]]:
-    """Return where each parameter lies, in the order of its elements: in one unit, or a part in each of several."""
-    # Units are in module order, and those of a layer's experts in the order of the experts.
+    """Return where each parameter lies, in the order of its elements: in one unit, or in parts of several."""
+    # Units are in module order, and those of a layer's experts in the order of experts.
     places = defaultdict[str, list[tuple[Unit, TensorSlice]]](list)
     for unit in units:
         for tensor in unit.layout.tensors:
@@ -76,7 +75,7 @@ def places_of(units: Sequence[Unit]) -> dict[str, list[tuple[Unit, TensorSlice]]
 
 
 def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
-    """Yield the unit itself, or a unit of the layer's other modules, then one for each range of experts."""
+    """Yield the unit itself, or a unit of the layer's other modules and one for each range of experts."""
     if not unit.is_layer:
         yield unit
         return
@@ -107,7 +106,7 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
     for name, module in fused.items():
         tensors = [tensor for tensor in unit.layout.tensors if tensor.name.startswith(f"{name}.")]
 
-        # Parts differ by one expert at most.
+        # The sizes of parts differ by at most one expert.
         bounds = [part * _num_experts(module) // parts for part in range(parts + 1)]
         for start, stop in pairwise(bounds):
             layout = _layout_of_rows(tensors, start, stop, unit.layout.frozen)
@@ -121,14 +120,14 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
 
 
 def _layout_of_rows(tensors: Sequence[TensorSlice], start: int, stop: int, frozen: Set[str]) -> Layout:
-    """Return the layout of rows [start, stop) of parameters, the trained ones before the frozen ones."""
+    """Return the layout of rows [start, stop) of parameters, with trained ones before frozen ones."""
     num_rows = stop - start
     shapes = [(tensor.name, (num_rows, *tensor.shape[1:])) for tensor in tensors]
     layout = Layout.of(shapes, frozen)
 
     slices = list[TensorSlice]()
     for rows, whole in zip(layout.tensors, tensors, strict=True):
-        # Each row is one expert, and so lies together.
+        # Each row is one expert, which is contiguous.
         row_elements = whole.num_elements // whole.shape[0]
         offset = start * row_elements
         slices.append(replace(rows, whole=whole.shape, offset=offset))
@@ -137,7 +136,7 @@ def _layout_of_rows(tensors: Sequence[TensorSlice], start: int, stop: int, froze
 
 
 def experts_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules that hold all experts in parameters of three dimensions, of which the first is the expert."""
+    """Yield the modules that hold all experts in three-dimensional parameters, whose first dimension is the expert."""
     for name, child in module.named_modules():
         for parameter in child.parameters(recurse=False):
             if parameter.dim() == 3 and parameter.shape[0] == _num_experts(child):
@@ -151,18 +150,18 @@ def _adapted_in(module: nn.Module) -> set[nn.Module]:
 
 
 def _num_experts(module: nn.Module) -> int:
-    """Return the number of experts of a module; 0 if it says nothing of any."""
+    """Return the number of experts of a module; 0 if it names none."""
     count = getattr(module, "num_experts", 0)
     return count if isinstance(count, int) else 0
 
 
 def _modules_beside(name: str, layer: nn.Module, experts: tuple[str, ...]) -> Iterator[str]:
-    """Yield the outermost modules of a layer that have parameters and no experts.
+    """Yield the outermost modules of a layer that have parameters and contain no experts.
 
     Args:
-        name: the layer, or the module below it that is looked at.
+        name: the layer, or the module below it that is visited.
         layer: that module.
-        experts: beginnings of the names of what is inside of experts.
+        experts: the name prefixes of expert modules.
     """
     for leaf, child in layer.named_children():
         child_name = f"{name}.{leaf}"
@@ -171,7 +170,7 @@ def _modules_beside(name: str, layer: nn.Module, experts: tuple[str, ...]) -> It
         if beginning.startswith(experts) or not has_parameters:
             continue
 
-        # A module with experts somewhere below it is no unit, but its other modules are.
+        # A module with experts below it is not bound as a whole, but its other submodules are.
         if any(inside.startswith(beginning) for inside in experts):
             yield from _modules_beside(child_name, child, experts)
         else:
@@ -188,21 +187,21 @@ def _check_can_be_cut(name: str, module: nn.Module, parts: int) -> None:
     """Refuse experts that cannot be cut.
 
     Raises:
-        ConfigError, UnsupportedModelError: names the module, and says what to set.
+        ConfigError, UnsupportedModelError: they cannot. The message names the module and the remedy.
     """
     kind = type(module).__name__
     count = _num_experts(module)
     if parts > count:
         raise ConfigError(f"model.expert_parts is {parts}, but {name} has {count} experts: set it to at most {count}.")
 
-    # transformers marks modules as fused by this attribute. Others may use their parameters in any way.
+    # transformers marks fused modules by this attribute. Other modules may use their parameters in any way.
     if not hasattr(module, "is_transposed"):
         raise UnsupportedModelError(f"the experts of {name} ({kind}) take no indices, so they cannot be cut. {WHOLE}")
     if any(parameter.shape[0] != count for parameter in module.parameters()):
         raise UnsupportedModelError(f"{name} ({kind}) has parameters that are not of single experts. {WHOLE}")
 
-    # Eager experts with biases (GPT-OSS) make one-hot vectors of the indices, which fail at an index beyond their own
-    # experts.
+    # Eager experts with biases (GPT-OSS) make one-hot vectors of the indices, which fail for an index past the last
+    # expert.
     is_eager = getattr(module.config, "_experts_implementation", None) == "eager"
     if is_eager and module.has_bias:
         raise UnsupportedModelError(f"the eager experts of {name} ({kind}) do not skip what is not theirs. {WHOLE}")

@@ -1,6 +1,6 @@
-"""Exports a model to a folder in Hugging Face's format, in pieces of READ_ELEMENTS, never whole in memory.
+"""Exports a model to a folder in Hugging Face's format, in pieces of READ_ELEMENTS.
 
-A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memory while it is written.
+The model is never whole in memory, except a single matrix that is stored transposed (an expert of Qwen3-VL-MoE).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatier.models.expert_units import places_of
 from megatier.models.safetensors_format import write_header
 from megatier.models.weight_conversion import Assembly, TensorRun, hub_layout
 from megatier.models.weight_files import INDEX_FILE, SINGLE_FILE
-from megatier.models.weights import by_columns, chunks
+from megatier.models.weights import chunks, column_major
 
 ReadElements = Callable[[Unit, int, int], Tensor]
 """Reads elements [start, stop) of a unit's layout as a flat fp32 CPU tensor."""
@@ -49,18 +49,18 @@ def export(
     shard_bytes: int,
     tokenizer: Tokens | None = None,
 ) -> None:
-    """Write a folder that `from_pretrained` loads. It appears whole or not at all, also if power is lost.
+    """Write a folder for `from_pretrained`. It appears whole or not at all, even if power is lost.
 
-    What a killed process left of the same export is removed.
+    Leftovers of a killed process's export to the same folder are removed.
 
     Args:
         folder: a new or empty folder.
         model: the skeleton; its persistent buffers are written in their own dtype.
         units: all units of the model.
-        read: reads weights; asked from front to back if the written tensors are in that order.
-        dtype: type of the written weights, but for those that the model's class keeps in fp32; rounding is torch's, to
-            nearest even.
-        shard_bytes: files are cut before they exceed this, between tensors.
+        read: reads weights; called from front to back if the written tensors are in that order.
+        dtype: the dtype of the written weights, except those that the model's class keeps in fp32. Rounding is torch's,
+            to nearest even.
+        shard_bytes: the largest size of a file, which is cut between tensors.
         tokenizer: a tokenizer or processor to write into the folder too.
 
     Raises:
@@ -226,7 +226,7 @@ class _Outgoing:
             # The first column has elements of all rows, so the matrix is whole in memory.
             stop = run.start + run.num_elements
             parts = list(self._elements(run.name, run.start, stop, read))
-            yield by_columns(torch.cat(parts), run.num_columns)
+            yield column_major(torch.cat(parts), run.num_columns)
             return
 
         for first, last in chunks(run.num_elements):

@@ -1,11 +1,11 @@
-"""Tells which parameters of a model are not trained, by patterns over their names.
+"""Freezes parameters of a model by patterns over their names.
 
-A pattern is the name of a parameter, or of a module with all that is below it. `*`, `?` and `[...]` are those of
-fnmatch, so `*` takes dots too. After `!` it says what is trained all the same. Of the patterns that name a parameter
-the last one decides. `["model.embed_tokens", "model.layers.[0-7]"]` freezes an embedding and eight layers, and `["*",
-"!*.q_proj"]` everything but the projections of queries.
+A pattern is the name of a parameter, or of a module with everything below it. `*`, `?` and `[...]` work as in fnmatch,
+so `*` matches dots too. A pattern after `!` names what is trained all the same. If several patterns match a parameter,
+the last one decides. For example, `["model.embed_tokens", "model.layers.[0-7]"]` freezes an embedding and eight layers,
+and `["*", "!*.q_proj"]` everything except the query projections.
 
-A frozen parameter is one that requires no gradient, in the skeleton as in any model of PyTorch.
+A frozen parameter is one with `requires_grad=False`, as in any PyTorch model.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from megatier.errors import ConfigError
 
 
 def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "model.frozen") -> None:
-    """Set which parameters of a model require a gradient; a parameter that no pattern names stays as it is.
+    """Set which parameters of a model require a gradient. Parameters that no pattern matches stay as they are.
 
-    A tied parameter has several names and goes by any of them.
+    A tied parameter matches by any of its names.
 
     Args:
         model: a skeleton.
-        patterns: names of what is frozen, or trained all the same; a list, or comma-separated.
+        patterns: what is frozen, or trained all the same; a list, or comma-separated.
         setting: name of the setting, for messages.
 
     Raises:
-        ConfigError: a pattern names no parameter, or all parameters are frozen.
+        ConfigError: a pattern matches no parameter, or all parameters are frozen.
     """
-    # By the parameter's id, because a tied parameter goes by any of its names.
+    # By the parameter's id, since a tied parameter matches by any of its names.
     names_of: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of[id(parameter)].append(name)
 
-    # In their order, since a later one may take back what an earlier one has set.
+    # In order, since a later pattern may undo an earlier one.
     for pattern in parse_list(patterns):
         wanted = pattern.removeprefix("!")
         is_trained = pattern != wanted
@@ -58,16 +58,16 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "mode
 
 
 def is_named(name: str, pattern: str) -> bool:
-    """Return whether a pattern names a parameter, or a module above it."""
+    """Return whether a pattern matches a parameter, or a module above it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def _nearest(model: nn.Module, pattern: str) -> str:
-    """Return names of parameters, and of the modules that own them, that look like a pattern, in words."""
+    """Suggest names of parameters and modules that are similar to a pattern."""
     parameters = [name for name, _ in model.named_parameters()]
     owners = list[str]()
     for name, module in model.named_modules():
-        # The root has no name, and a pattern for a module without parameters would name nothing.
+        # The root has no name, and a module without parameters would match nothing.
         if name and next(module.parameters(), None) is not None:
             owners.append(name)
 

@@ -1,8 +1,8 @@
-"""Limits what a model's config may ask for: even without weights a billion modules would fill RAM.
+"""Limits the size of the model that a config may ask for, since even without weights a billion modules would fill RAM.
 
-A config that says `num_hidden_layers: 1000000000` keeps its own class busy first, which writes a list of so many kinds
-of layers, and then the model's constructor. The numbers of such loops are looked at before. What a constructor makes is
-counted while it makes it, whatever its config calls it.
+A config with `num_hidden_layers: 1000000000` would first keep its own class busy, which lists all layers, and then the
+model's constructor. So the counts in a config are checked before, and what a constructor makes is counted while it
+runs, whatever the config calls it.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ from megatier.errors import UnsupportedModelError, mib
 from megatier.foreign import shown
 
 LAYERS_MAX = 4096
-"""Layers. The deepest models that were ever trained have about a thousand."""
+"""The most layers. The deepest models ever trained have about a thousand."""
 MODULES_MAX = 200_000
-"""Modules. Kimi K2 with a module for each expert has half of that."""
+"""The most modules. Kimi K2 with a module for each expert has half as many."""
 ELEMENTS_MAX = 1 << 44
-"""Elements of all parameters, 17 million million: ten times the largest known model."""
+"""The most elements of all parameters, 17 trillion: ten times the largest known model."""
 BUFFER_BYTES_MAX = 1 << 30
-"""Bytes of buffers, which are real, in RAM: masks and tables of positions, 0.1 GiB in GPT-J."""
+"""The most bytes of buffers, which are real and in RAM: masks and position tables (0.1 GiB in GPT-J)."""
 
 POSITIONS = re.compile(r"(?:^|[._])(?:wpe|pos(?:ition)?s?(?:_emb\w*)?|embed_positions)(?:\.\w+)?$")
-"""Names of tables of positions."""
+"""The names of position tables."""
 ROWS_IN_FRONT_MAX = 8
-"""Most rows of such a table that stand for no position."""
+"""The most rows of such a table that are not positions."""
 COUNTS = re.compile(r"(?:^|_)n?(?:layers?|blocks|depths?|stages|dense_replace|attention_types)$")
-"""Keys whose numbers say how often something is repeated. Experts are not among them, because Doge has 16,384 in one
-table."""
+"""Keys of counts of repeated modules. Experts are not included, since Doge has 16,384 of them in one table."""
 
 
 def check_counts(settings: Mapping[str, Any], where: str) -> None:
-    """Refuse a config with more layers than any model has, at whatever depth of the config it says so.
+    """Refuse a config that asks for more layers than any model has, at any depth of the config.
 
     Args:
         settings: plain dicts, lists, numbers and text, of a bounded depth.
-        where: where the settings stand, for messages.
+        where: the source of the settings, for messages.
 
     Raises:
-        UnsupportedModelError: names the key and its value.
+        UnsupportedModelError: a count is too large. The message names its key.
     """
-    # A list and no recursion, so a deep config cannot exhaust the stack.
+    # Iterative, so that a deep config cannot exhaust the stack.
     waiting: list[tuple[str, Any]] = list(settings.items())
     while waiting:
         key, value = waiting.pop()
@@ -65,16 +64,16 @@ def check_counts(settings: Mapping[str, Any], where: str) -> None:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[None]:
-    """Count what is constructed on this thread, and stop it as soon as it is more than any model has.
+def limiting_construction() -> Iterator[None]:
+    """Count what this thread constructs inside, and stop when it is more than any model has.
 
     Raises:
         UnsupportedModelError: there are too many modules or parameters, or the buffers are too large.
     """
     count = _Count()
 
-    # torch's hooks see the modules of all threads, and other threads may build models of their own. What a hook returns
-    # would take the place of what is registered, and None leaves it as it is.
+    # torch's hooks see the modules of all threads, and other threads may build their own models. A hook that returns
+    # None leaves the registered object as it is.
     thread = threading.get_ident()
 
     def here(add: Any) -> Any:  # noqa: ANN401  torch's hooks have three types
@@ -93,16 +92,16 @@ def counted() -> Iterator[None]:
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """Return the number of positions that the model of a config was made for; None if it names none."""
-    # A stranger's config may have anything there.
+    """Return the number of positions that a config's model was made for; None if it names none."""
+    # A downloaded config may have any value there.
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) else None
 
 
 def has_position_table(model: PreTrainedModel) -> bool:
-    """Return whether a model looks positions up in a table that ends with the last one it was made for.
+    """Return whether a model looks positions up in a table that ends with the last one.
 
-    Rotary and sinusoid positions go on beyond that.
+    Rotary and sinusoidal positions continue beyond it.
     """
     num_positions = max_positions(model.config)
     if num_positions is None:
@@ -114,12 +113,12 @@ def has_position_table(model: PreTrainedModel) -> bool:
 
 
 def _has_rows(table: Tensor, num_positions: int) -> bool:
-    """Return whether a table has a row for each position, and perhaps a few in front of them, as OPT has."""
+    """Return whether a table has a row for each position, and perhaps a few before them, as OPT has."""
     return table.ndim == 2 and num_positions <= table.shape[0] <= num_positions + ROWS_IN_FRONT_MAX
 
 
 class _Count:
-    """The number of everything that was registered so far. A tied parameter counts twice, for which there is room."""
+    """The counts of everything registered so far. A tied parameter counts twice, for which the limits leave room."""
 
     def __init__(self) -> None:
         self._modules = 0
@@ -127,7 +126,7 @@ class _Count:
         self._buffer_bytes = 0
 
     def add_module(self, module: nn.Module | None) -> None:
-        # torch registers None for a part that a module does without.
+        # torch registers None for an optional submodule that is not there.
         if module is not None:
             self._modules += 1
         if self._modules > MODULES_MAX:

@@ -1,4 +1,4 @@
-"""Finds where a model lies: in a local folder, or in a repository of the hub. Runs without torch."""
+"""Locates a model: in a local folder, or in a repository of the hub. It runs without torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatier.foreign import at_one_commit, shown
 
 MODEL_CONFIG_FILE = "config.json"
 _SETTINGS_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
-"""The files of a hub repository from which a skeleton and a tokenizer are made."""
+"""The files of a hub repository that a skeleton and a tokenizer need."""
 _WEIGHT_FILES = "*.safetensors"
-"""Its weights. Many repositories hold the same ones in other formats too, which nobody needs here."""
+"""Its weights. Many repositories also hold them in other formats, which are not downloaded."""
 _FORMAT_REMEDY = "Give the folder of a Hugging Face model, with config.json and *.safetensors."
 
 
@@ -24,16 +24,16 @@ def resolve(path_or_id: str, *, weights: bool = True) -> Path:
 
     Args:
         path_or_id: the folder, or the name on the hub.
-        weights: whether the weights are read. Else a snapshot may lack them, since a plan needs the settings alone.
+        weights: whether the weights are needed. A plan only needs the settings.
 
     Raises:
-        ModelNotFoundError: there is neither.
+        ModelNotFoundError: there is no such folder or repository.
         ConfigError: see `find_local`.
     """
     if (folder := find_local(path_or_id)) is not None:
         return folder
 
-    # Imported only here, because the client is slow to import and most runs never need it.
+    # Imported here, since the client is slow to import and most runs never need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -56,7 +56,7 @@ def find_local(path_or_id: str) -> Path | None:
     """
     path = Path(path_or_id).expanduser()
 
-    # A text that is no path at all, such as a name that is too long, is an error of the system.
+    # Text that cannot be a path, such as a name that is too long, raises an OSError.
     try:
         if path.is_dir():
             _check_folder(path)
@@ -79,7 +79,7 @@ def find_local(path_or_id: str) -> Path | None:
 
 @contextlib.contextmanager
 def naming_option(option: str) -> Iterator[None]:
-    """Say in the error of a model that is not there which option gives the place that it has been moved to."""
+    """Add to the error about a missing model which option gives its new location."""
     try:
         yield
     except ModelNotFoundError as error:
@@ -87,21 +87,21 @@ def naming_option(option: str) -> Iterator[None]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder without a config, and say what it holds instead.
+    """Refuse a folder without a config, and say what it holds.
 
     Raises:
         ConfigError: it has no config.json.
     """
     if (folder / MODEL_CONFIG_FILE).exists():
         return
-    # What is there instead says what the user has in hand.
+    # The files there tell what the user has.
     files = sorted(folder.iterdir())
     what = f"has no {MODEL_CONFIG_FILE}" if files else "is empty"
     raise ConfigError(_refusal(folder, files, what))
 
 
 def _refusal(path: Path, files: list[Path], what: str) -> str:
-    """Return a sentence about a path that is no model's folder."""
+    """Return a message about a path that is not a model's folder."""
     if any(file.suffix.lower() == ".gguf" for file in files):
         what = "is in GGUF, a format for inference that has no full precision"
     if any(file.name == ADAPTER_FILE for file in files):

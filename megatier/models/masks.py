@@ -1,13 +1,13 @@
-"""Makes the masks by blocks that flex attention takes, once for each length of a sequence.
+"""Makes the block masks of flex attention, once for each sequence length.
 
-Hugging Face makes a mask once in each forward, for every row of the batch. It depends on the batch only if it reads a
-tensor, as a mask that keeps documents apart does. All others are made once, for one row, which stands for every row and
-every slice. A mask has 16 bytes for each pair of blocks of 128 tokens: 16 MiB for 131,072 tokens.
+Hugging Face makes a mask in each forward, for every row of the batch. But a mask depends on the batch only if it reads
+a tensor, as one that keeps documents apart does. All others are made once, for one row that stands for every row and
+slice. A mask takes 16 bytes for each pair of blocks of 128 tokens: 16 MiB for 131,072 tokens.
 
-The kernel is faster if it may take two things for granted: that no row of a block's first keys sees nothing, and that
-the blocks of a row follow each other. Both hold for causal attention over whole blocks, and not for windows, documents
-that are apart, and a last block that is not full. Which kind a mask is, is read from the mask itself. The kernel adds
-up the same numbers in the same order, so it gives the same bits.
+The kernel is faster if it can assume that every query in a block sees one of its first keys, and that the blocks of a
+row are contiguous. Both hold for causal attention over whole blocks, but not with sliding windows, packed documents or
+a partial last block. Which kind a mask is, is read from the mask itself. The kernel adds the same numbers in the same
+order either way, so the bits are the same. `UnitModel` makes the masks.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _FLEX = "flex_attention"
 CAUSAL_KERNEL_OPTIONS = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
-"""Options of the kernel that hold for causal attention over whole blocks."""
+"""Kernel options that are valid for causal attention over whole blocks."""
 MASKS_MAX = 8
-"""Masks that are held at once. A run has one for each length and kind of layer."""
+"""The most masks that are cached. A run has one for each length and kind of layer."""
 
 
 class BlockMasks:
     """The masks of a model."""
 
     def __init__(self) -> None:
-        """Let models call the kernel by `attend` from now on, unless somebody has put another there."""
+        """Register `attend` as transformers' flex attention, unless somebody has replaced that already."""
         if ALL_ATTENTION_FUNCTIONS[_FLEX] is flex_attention_forward:
             ALL_ATTENTION_FUNCTIONS.register(_FLEX, attend)
         self._made: dict[Hashable, BlockMask] = {}
@@ -49,10 +49,10 @@ class BlockMasks:
         device: torch.device | str | None = None,
         **others: Any,  # noqa: ANN401
     ) -> BlockMask:
-        """Make a mask, or give one that was made before; see `create_block_mask` of PyTorch.
+        """Make a mask or return a cached one; see `create_block_mask` of PyTorch.
 
         Args:
-            mask_mod: says for (row, head, query, key) whether the query sees the key.
+            mask_mod: returns for (row, head, query, key) whether the query sees the key.
             B: rows of the batch.
             H: heads; None: all are alike.
             Q_LEN: queries of a row.
@@ -63,20 +63,20 @@ class BlockMasks:
         others.pop("_compile", None)
         constants = _constants(mask_mod)
         if constants is None:
-            # The mask reads a tensor, which may hold other values in the next forward.
+            # The mask reads a tensor, whose values may differ in the next forward.
             return self._make(mask_mod, B, H, Q_LEN, KV_LEN, device, **others)
 
         key = (constants, H, Q_LEN, KV_LEN, str(device), tuple(sorted(others.items())))
         if key not in self._made:
             if len(self._made) >= MASKS_MAX:
-                # A loop may have batches of ever other lengths. Mappings keep their order, so the first one was made
-                # first.
+                # A loop may have batches of ever new lengths. Dictionaries keep their order, so the first mask is the
+                # oldest.
                 oldest = next(iter(self._made))
                 del self._made[oldest]
             made = self._make(mask_mod, None, H, Q_LEN, KV_LEN, device, **others)
             self._made[key] = made
 
-            # `is_causal` reads the mask, so the host waits for it, once for each length.
+            # `is_causal` reads the mask, so the host waits for it once per length.
             if is_causal(made):
                 made.mask_mod = causal
         return self._made[key]
@@ -91,7 +91,7 @@ class BlockMasks:
         device: torch.device | str | None,
         **others: Any,  # noqa: ANN401
     ) -> BlockMask:
-        """Make a mask. On a GPU this is compiled, so that the pairs of all tokens never lie in memory."""
+        """Make a mask. On a GPU this is compiled, so that the matrix of all token pairs is never in memory."""
         make: Callable[..., BlockMask] = create_block_mask
         is_on_cpu = torch.device(device or "cpu").type == "cpu"
         if not is_on_cpu:
@@ -101,7 +101,7 @@ class BlockMasks:
 
 
 def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return whether a query sees a key: only what comes before it, and itself."""
+    """Return whether a query sees a key: itself and what comes before it."""
     return query >= key
 
 
@@ -113,9 +113,9 @@ def attend(
     attention_mask: BlockMask | Tensor,
     **others: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor | None]:
-    """Run flex attention as transformers does, and let the kernel take for granted what a mask of ours guarantees."""
+    """Run flex attention as transformers does, with the faster kernel options for our causal masks."""
     if isinstance(attention_mask, BlockMask) and attention_mask.mask_mod is causal:
-        # What the caller gives for itself has precedence.
+        # The caller's own options take precedence.
         given = others.get("kernel_options") or {}
         others["kernel_options"] = CAUSAL_KERNEL_OPTIONS | given
     output: tuple[Tensor, Tensor | None] = flex_attention_forward(module, query, key, value, attention_mask, **others)
@@ -123,7 +123,7 @@ def attend(
 
 
 def is_causal(mask: BlockMask) -> bool:
-    """Return whether a mask is causal, for all rows alike, over as many queries as keys, in whole blocks."""
+    """Return whether a mask is causal, the same for all rows, square, and in whole blocks."""
     block, width = mask.BLOCK_SIZE
     queries, keys = mask.seq_lengths
     num_masks = mask.kv_num_blocks.shape[:2].numel()
@@ -131,7 +131,8 @@ def is_causal(mask: BlockMask) -> bool:
     if num_masks != 1 or not is_square or queries % block:
         return False
 
-    # Queries of a block see their own block in part, and wholly all before it. Keys are seen wholly by all after it.
+    # Queries of a block see their own block in part and all earlier blocks in full. Keys are seen in full by all later
+    # blocks.
     order = torch.arange(queries // block, dtype=torch.int64, device=mask.kv_num_blocks.device)
     one = torch.ones_like(order)
     none = torch.zeros_like(order)
@@ -145,14 +146,14 @@ def is_causal(mask: BlockMask) -> bool:
 
 
 def _are_blocks(counts: Tensor | None, indices: Tensor | None, first: Tensor, number: Tensor) -> bool:
-    """Return whether each list holds so many blocks, one after the other, from the first one on."""
-    # A mask without any whole block has no such lists.
+    """Return whether each list has the expected number of consecutive blocks, from the expected first one on."""
+    # A mask without any full block has no such lists.
     if counts is None or indices is None:
         return False
     if not torch.equal(counts[0, 0].long(), number):
         return False
 
-    # A list is as long as there are blocks. What stands behind the blocks that count is nothing.
+    # A list has room for all blocks. Entries after the valid ones mean nothing.
     order = torch.arange(len(first), dtype=torch.int64, device=first.device)
     is_behind = order >= number[:, None]
     is_expected = indices == first[:, None] + order
@@ -169,7 +170,7 @@ def _is_diagonal_causal(mask: BlockMask, order: Tensor, block: int) -> bool:
         seen: Tensor = mask.mask_mod(zero, zero, first + query, first + key)
         return seen
 
-    # A mask's function takes one number each, so it is mapped over keys, queries and blocks, from the inside out.
+    # A mask function takes scalars, so it is mapped over keys, queries and blocks, from the inside out.
     over_keys = torch.vmap(sees, (None, None, 0))
     over_queries = torch.vmap(over_keys, (None, 0, None))
     over_blocks = torch.vmap(over_queries, (0, None, None))
@@ -179,14 +180,14 @@ def _is_diagonal_causal(mask: BlockMask, order: Tensor, block: int) -> bool:
 
 
 def _constants(value: object) -> Hashable | None:
-    """Return all that a mask's function is made of, if that is code and constants alone; else None."""
+    """Return the code and constants of a mask function; None if it depends on anything else."""
     if isinstance(value, bool | int | float | str):
         return value
 
     if isinstance(value, tuple):
         parts = tuple(_constants(item) for item in value)
     elif isinstance(value, FunctionType):
-        # Two masks of one code differ in what it closes over, such as the width of a window, and in its defaults.
+        # Two masks with the same code differ in their closures, such as a window's width, and in their defaults.
         captured = tuple(cell.cell_contents for cell in value.__closure__ or ())
         defaults = value.__defaults__ or ()
         parts = (value.__code__, *(_constants(item) for item in (*captured, defaults)))

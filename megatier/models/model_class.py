@@ -1,4 +1,4 @@
-"""Finds the class that transformers makes of a model's config, and tells what that class can do."""
+"""Finds the class that transformers builds for a model's config, and what that class supports."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ AutoClass = type[
     | AutoModelForSequenceClassification
     | AutoModelForTokenClassification
 ]
-"""What makes a model of a config."""
+"""An auto class, which builds a model from a config."""
 CLASSIFIERS: tuple[AutoClass, ...] = (AutoModelForSequenceClassification, AutoModelForTokenClassification)
-"""Makers of decoders without a head over the vocabulary, but with a score of the whole sequence or of each token."""
+"""Auto classes of decoders with a score of the whole sequence or of each token, instead of a language model head."""
 
 
 def auto_class(config: PretrainedConfig) -> AutoClass:
-    """Return the auto class that makes the model of a config: the one that its `architectures` name.
+    """Return the auto class that builds a config's model: the one that its `architectures` name.
 
-    If they name none of transformers, it is the whole language model, with its vision tower if it has one.
+    If they name no class of transformers, it is the language model, with its vision tower if it has one.
 
     Raises:
         UnsupportedModelError: they name another class of transformers, or there is no language model of this config.
@@ -39,12 +39,12 @@ def auto_class(config: PretrainedConfig) -> AutoClass:
         if kind.__name__ in named:
             return auto
 
-    # A class of transformers that is not streamed is named on purpose. Another name is that of somebody's own class.
+    # Another class of transformers is named on purpose. Any other name is that of a user's class.
     for name in named:
         if name in vars(transformers)["__all__"]:
             raise _not_streamed(name, config)
 
-    # The causal class of some models that see would leave the vision tower out.
+    # For some multimodal models the causal class would leave out the vision tower.
     sees = config.get_text_config() is not config
     order: tuple[AutoClass, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
     for auto in reversed(order) if sees else order:
@@ -55,7 +55,7 @@ def auto_class(config: PretrainedConfig) -> AutoClass:
 
 
 def known_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class of transformers that a model is of, or that its class is derived from.
+    """Return the class of transformers that a model's class is or derives from.
 
     Raises:
         UnsupportedModelError: it is neither a classifier nor the language model, with or without vision, that
@@ -69,8 +69,8 @@ def known_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 
 def _not_streamed(name: str, config: PretrainedConfig) -> UnsupportedModelError:
-    """Return the error about a model of a class that is not streamed."""
-    # Each name once: some configs have one class for both kinds of language model.
+    """Return the error about an unsupported class of models."""
+    # Each name once, since some configs have one class for both kinds of language model.
     known = dict.fromkeys(kind.__name__ for auto, kind in _classes(config).items() if auto not in CLASSIFIERS)
     loaded = " or ".join(known) or type(config).__name__
     return UnsupportedModelError(
@@ -80,7 +80,7 @@ def _not_streamed(name: str, config: PretrainedConfig) -> UnsupportedModelError:
 
 
 def implementation_of(model_class: object, attention: str) -> str:
-    """Return the implementation of attention that a class of models has: eager, if it has no sdpa."""
+    """Return the attention implementation that a model class supports: eager if it has no sdpa."""
     wanted = "sdpa" if attention == "auto" else attention
     return "eager" if wanted == "sdpa" and not getattr(model_class, "_supports_sdpa", True) else wanted
 
@@ -92,13 +92,13 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 
 def supports_flex(config: PretrainedConfig) -> bool:
-    """Return whether transformers has flex attention for the model of a config."""
+    """Return whether transformers supports flex attention for a config's model."""
     model_class = _model_class(auto_class(config), config)
     return bool(getattr(model_class, "_supports_flex_attn", False))
 
 
 def _classes(config: PretrainedConfig) -> dict[AutoClass, type[PreTrainedModel]]:
-    """Return the classes of models that are streamed and that transformers makes of a config, by their auto classes."""
+    """Return the supported model classes of a config, by their auto classes."""
     autos: tuple[AutoClass, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, *CLASSIFIERS)
     classes = dict[AutoClass, type[PreTrainedModel]]()
     for auto in autos:
@@ -112,11 +112,11 @@ def _classes(config: PretrainedConfig) -> dict[AutoClass, type[PreTrainedModel]]
 
 def _architectures(config: PretrainedConfig) -> list[str]:
     """Return the names of classes in a config."""
-    # A stranger's config may have anything there.
+    # A downloaded config may have any value there.
     named = config.architectures
     return list(map(str, named)) if isinstance(named, list) else []
 
 
 def _model_class(auto: AutoClass, config: PretrainedConfig) -> object:
-    """Return the class that an auto class makes of a config; None if it makes none."""
+    """Return the class that an auto class builds for a config; None if it has none."""
     return auto._model_mapping.get(type(config), None)

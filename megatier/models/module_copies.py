@@ -1,7 +1,8 @@
-"""Copies the modules of a model in RAM to a skeleton with parameters on meta.
+"""Copies the modules of a model in RAM into a skeleton with parameters on meta.
 
-Classes, attributes, hooks, modes, buffers, config and loss function are those of the model as it is, whatever its
-config would make. So what somebody has changed on the model is trained as it is. What cannot be copied is refused.
+Classes, attributes, hooks, modes, buffers, config and loss function are those of the given model, not those that its
+config would build. So whatever a user has changed on the model is trained as it is. What cannot be copied is refused.
+`megatier.stream` calls this.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from megatier.models.model_class import implementation_of, known_class
 
 
 def copied_skeleton(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """Copy a model, whose parameters then lie on meta in their own dtypes, and its buffers on the CPU.
+    """Copy a model. The copy's parameters lie on meta in their own dtypes, and its buffers on the CPU.
 
     Args:
-        model: the model, which stays as it is.
+        model: the model, which is not changed.
         attention: Hugging Face's name for how attention is computed.
 
     Raises:
-        UnsupportedModelError: something of the model cannot be copied or trained. The message names it.
+        UnsupportedModelError: a part of the model cannot be copied or trained. The message names it.
     """
     warm_up()
     check_config(model.config)
@@ -43,7 +44,7 @@ def copied_skeleton(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     held = HeldParts(model)
     held.check()
 
-    # A copy takes what stands in the memo in place of an object's own copy. So no weight is ever copied.
+    # deepcopy uses the memo's entry instead of copying an object, so no weight is ever copied.
     memo: dict[int, Any] = {id(parameter): _on_meta(parameter) for parameter in model.parameters()}
     skeleton = _copied(model, memo | held.shared)
     for module in skeleton.modules():
@@ -53,7 +54,7 @@ def copied_skeleton(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     # A cache of keys and values serves generation alone, and would keep activations alive.
     skeleton.config.use_cache = False
 
-    # A model may have been made of another one's config, as a classifier of a language model's is.
+    # A model may have been built from another model's config, as a classifier from a language model's.
     skeleton.config.architectures = [known.__name__]
     _note_ties(skeleton)
     _set_attention(skeleton, implementation_of(known, attention))
@@ -64,14 +65,14 @@ def _copied(model: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
     """Copy a model, given the copies of some of its objects.
 
     Raises:
-        UnsupportedModelError: names the attribute that cannot be copied.
+        UnsupportedModelError: an attribute cannot be copied. The message names it.
     """
     try:
         with reading(type(model).__name__, UnsupportedModelError):
-            # With a copy of the memo, because an attempt that fails leaves half-made objects in it.
+            # With a copy of the memo, since a failed attempt leaves half-made objects in it.
             return copy.deepcopy(model, dict(memo))
     except UnsupportedModelError:
-        # One attribute after the other, to name that which fails. Modules are no part of each other then.
+        # Try the attributes one by one, to name the one that fails. Modules are not copied as parts of each other here.
         apart = memo | {id(module): module for module in model.modules()}
         for name, module in model.named_modules():
             for leaf, value in vars(module).items():
@@ -85,22 +86,22 @@ def _copied(model: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter of the skeleton that stands for another."""
+    """Return the skeleton's meta parameter for a real one."""
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     placed = nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
-    # Attributes that the model's own code has set on a parameter stay with it.
+    # Attributes that the model's code has set on a parameter are kept.
     placed.__dict__.update(parameter.__dict__)
     return placed
 
 
 def _check_dtypes(model: PreTrainedModel) -> None:
-    """Refuse a model whose weights have several dtypes: all of them are to compute in one.
+    """Refuse a model whose weights have several dtypes, since all of them compute in one.
 
     Adapters may be in fp32 over a base in bf16, as PEFT makes them.
 
     Raises:
-        UnsupportedModelError: names a parameter.
+        UnsupportedModelError: they do. The message names a parameter.
     """
     parameters = dict(model.named_parameters())
     in_fp32 = names_in_fp32(model, parameters)
@@ -121,7 +122,7 @@ def _check_dtypes(model: PreTrainedModel) -> None:
 
 
 def _check_layers(model: PreTrainedModel) -> None:
-    """Refuse a model that has lost layers, or has got some, since it was made.
+    """Refuse a model whose number of layers was changed since it was made.
 
     Raises:
         UnsupportedModelError: it has another number of layers than its config says.
@@ -136,7 +137,7 @@ def _check_layers(model: PreTrainedModel) -> None:
 
 
 def _note_ties(skeleton: PreTrainedModel) -> None:
-    """Let the config say whether embedding and head share a weight, as an export of the model has to."""
+    """Record in the config whether embedding and head share a weight, which an export needs."""
     for module in (skeleton.get_input_embeddings(), skeleton.get_output_embeddings()):
         if getattr(module, "weight", None) is None:
             return
@@ -150,7 +151,7 @@ def _note_ties(skeleton: PreTrainedModel) -> None:
 
 
 def _set_attention(skeleton: PreTrainedModel, attention: str) -> None:
-    """Let a skeleton compute attention in another way than the model.
+    """Set a skeleton's attention implementation, which may differ from the model's.
 
     Raises:
         UnsupportedModelError: it cannot.

@@ -1,10 +1,9 @@
-"""Decides which of a model's linear layers and experts multiply in FP8 (`numerics.products`), by one rule.
+"""Decides which linear layers and experts of a model multiply in FP8 (`numerics.products`).
 
-Those in FP8 are the plain linear layers inside of decoder layers, with sizes that the products take, quantised ones
-whose codes are FP8 with a scale for each row, and stacks of experts as transformers marks them. Embeddings, norms, head
-and what else is outside of decoder layers compute in bf16. So do routers, the matrices of adapters, other quantised
-layers, and layers whose forward was replaced. Other stacks of experts are refused, unless the user leaves them out by
-name.
+FP8 is used by plain linear layers inside decoder layers whose sizes allow it, by quantised ones whose codes are FP8
+with a scale for each row, and by stacks of experts that transformers marks as such. Embeddings, norms, the head and
+everything else outside decoder layers compute in bf16. So do routers, adapter matrices, other quantised layers, and
+layers with a replaced forward. Other stacks of experts are refused, unless the user excludes them by name.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from megatier.models.frozen_parameters import is_named
 
 EXCEPT = "numerics.products_except"
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Settings of a text config that say how many experts a layer has."""
+"""Settings of a text config with the number of experts in a layer."""
 ROUTERS = ("gate", "router", "classifier", "wg")
-"""Names of linear layers that are routers, if they give a number for each expert."""
+"""Names of linear layers that are routers, if they have an output for each expert."""
 _WEIGHT_NAMES = ("weight", CODES)
-"""Names of what a linear layer multiplies: a matrix, or the codes of one that is quantised."""
+"""Names of what a linear layer multiplies: its matrix, or the codes of a quantised one."""
 STACKS = (*FIRST_MATRICES, LAST_MATRIX)
-"""Names of what a stack of experts multiplies."""
+"""Names of the matrices of a stack of experts."""
 ODD = f"whose sizes are no multiples of {ALIGNED}"
 CODED = "whose codes are no FP8 with a scale for each row"
 LEFT_OUT = f"named in {EXCEPT}"
@@ -48,21 +47,21 @@ LEFT_OUT = f"named in {EXCEPT}"
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The linear layers and stacks of experts that take their products in FP8, and those that stay in bf16."""
+    """The linear layers and stacks of experts that multiply in FP8, and those that stay in bf16."""
 
     fp8: tuple[str, ...] = ()
-    """The names of those that do, in module order, stacks last."""
+    """The names of those in FP8, in module order, with stacks last."""
     bf16: tuple[tuple[str, str], ...] = ()
-    """The names of those of decoder layers that do not, each with the reason."""
+    """The names of those in bf16 inside decoder layers, each with the reason."""
 
     @property
     def weights(self) -> frozenset[str]:
-        """The names of the weights of those that do, or of their codes."""
-        # A module has some of these leaves alone, and nobody asks for the others.
+        """The names of the weights (or codes) of those in FP8."""
+        # A module only has some of these leaves. Names of others match nothing.
         return frozenset(f"{name}.{leaf}" for name in self.fp8 for leaf in (*_WEIGHT_NAMES, *STACKS))
 
     def described(self) -> Iterator[str]:
-        """Yield in sentences which they are, by the last part of their names."""
+        """Describe both in sentences, by the last part of the names."""
         if not self.fp8:
             return
         yield f"products of {_counted(self.fp8)} in fp8, all others in bf16"
@@ -71,23 +70,23 @@ class Products:
 
 
 def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequence[str]) -> Products:
-    """Return which linear layers and stacks of experts of a model take their products in FP8.
+    """Return which linear layers and stacks of experts of a model multiply in FP8.
 
     Args:
         model: the skeleton.
         units: all of its units, with their schemas.
-        excepted: patterns of modules that do not, as `models.frozen_parameters` describes them.
+        excepted: patterns of modules to exclude, as described in `models.frozen_parameters`.
 
     Raises:
-        ConfigError: a pattern names no such module, or none is left.
-        UnsupportedModelError: a layer has a stack of experts, which no pattern names.
+        ConfigError: a pattern matches no such module, or no module is left.
+        UnsupportedModelError: a layer has an unknown stack of experts, and no pattern excludes it.
     """
     found = [(name, layer) for unit in units if unit.is_layer for name, layer in _linears(model, unit)]
 
-    # Several units may have ranges of the experts of one stack, which counts once.
+    # Several units may hold ranges of one stack, which counts once.
     stacks = dict(item for unit in units if unit.is_layer or unit.experts for item in _stacks(model, unit))
 
-    # Also patterns of what stays in bf16 anyway are fine, but one that names nothing is a mistake.
+    # A pattern for something that stays in bf16 anyway is fine, but one that matches nothing is a mistake.
     _check_patterns(excepted, [*(name for name, _ in found), *stacks])
 
     fp8, bf16 = [], []
@@ -98,7 +97,7 @@ def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequenc
             bf16.append((name, reason))
         else:
             fp8.append(name)
-    # Silently training all in bf16 would not be what was asked for.
+    # Silently training everything in bf16 would not be what was asked for.
     if not fp8:
         why = f" ({' and '.join(dict.fromkeys(reason for _, reason in bf16))})" if bf16 else ""
         raise ConfigError(
@@ -109,7 +108,7 @@ def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequenc
 
 
 def _why_not(name: str, layer: nn.Module) -> str:
-    """Return why a linear layer or a stack of experts cannot take its products in FP8; empty: it can.
+    """Return why a linear layer or a stack of experts cannot multiply in FP8; empty: it can.
 
     Raises:
         UnsupportedModelError: it is not known how the stack computes.
@@ -128,9 +127,9 @@ def _why_not(name: str, layer: nn.Module) -> str:
 
 
 def set_products(model: PreTrainedModel, fp8: Sequence[str]) -> None:
-    """Let these linear layers and stacks of a skeleton, and no others, take their products in FP8."""
+    """Make exactly these linear layers and stacks of a skeleton multiply in FP8."""
     for layer in model.modules():
-        # What was set before is taken back first: these layers do, and no others.
+        # Earlier settings are undone first, since no other layers may be in FP8.
         if isinstance(layer, Fp8Linear):
             set_fp8(layer, is_fp8=False)
         elif isinstance(layer, QuantisedLinear):
@@ -149,7 +148,7 @@ def set_products(model: PreTrainedModel, fp8: Sequence[str]) -> None:
 
 def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the plain linear layers of a decoder layer's unit, with their names in the model."""
-    # What stays in fp32 inside of the layer is of another unit.
+    # Parameters that stay in fp32 inside the layer belong to another unit.
     own = {tensor.name for tensor in unit.layout.tensors}
     text = model.config.get_text_config()
     experts = {count for name in EXPERT_COUNTS if (count := getattr(text, name, None))}
@@ -157,14 +156,14 @@ def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linea
         for inside, layer in model.get_submodule(module_name).named_modules():
             name = f"{module_name}.{inside}".rstrip(".")
 
-            # A subclass, or a forward of somebody's own, may compute anything.
+            # A subclass or a replaced forward may compute anything.
             is_linear = type(layer) in (nn.Linear, Fp8Linear, QuantisedLinear) and "forward" not in vars(layer)
             is_own = any(f"{name}.{leaf}" in own for leaf in _WEIGHT_NAMES)
             if not (is_linear and is_own) or ".lora_" in name:
                 continue
             assert isinstance(layer, nn.Linear)
 
-            # A router stays in bf16: rounding its numbers would send tokens to other experts.
+            # A router stays in bf16, since rounding its outputs would send tokens to other experts.
             is_router = name.rpartition(".")[2] in ROUTERS and layer.out_features in experts
             if not is_router:
                 yield name, layer
@@ -178,7 +177,7 @@ def _stacks(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Module
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse a pattern that names none of the modules."""
+    """Refuse a pattern that matches none of the modules."""
     for pattern in patterns:
         if any(is_named(name, pattern) for name in names):
             continue
@@ -192,16 +191,16 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _pattern(name: str) -> str:
-    """Return a pattern that names the modules of all layers with the last part of a name."""
+    """Return a pattern for the modules of all layers with the last part of a name."""
     return f"*.{_plain(name).rpartition('.')[2]}"
 
 
 def _counted(names: Sequence[str]) -> str:
-    """Return how many modules there are, and what they are called."""
+    """Return the number of modules, and the last parts of their names."""
     counts = Counter(_plain(name).rpartition(".")[2] for name in names)
     return f"{len(names)} modules ({', '.join(counts)})"
 
 
 def _plain(name: str) -> str:
-    """Return the name that a module has without PEFT's wrappers around it, by which patterns name it too."""
+    """Return a module's name without PEFT's wrappers, which patterns use too."""
     return name.replace(".base_layer", "")

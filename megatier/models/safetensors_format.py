@@ -1,6 +1,6 @@
 """Reads the safetensors format: a little-endian u64 header length, a JSON header, and the tensors' bytes.
 
-Headers come from strangers. Everything in one is checked against the file before a byte of a tensor is read.
+Files may be damaged or malicious, so everything in a header is checked against the file before a tensor is read.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ SAFETENSORS_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Torch's dtypes by their names in the format."""
+"""torch's dtypes, by their names in the format."""
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 MAX_DIMENSIONS = 64
-"""Dimensions of a tensor. Torch takes no more, and a product of many more large numbers takes hours."""
+"""The most dimensions of a tensor. torch supports no more, and multiplying many large numbers takes hours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """The place of a tensor on disk."""
+    """A tensor's place on disk."""
 
     path: Path
     """The file."""
     name: str
     """The stored name."""
     dtype: str
-    """A name of the format, such as `BF16`; not every one is a key of SAFETENSORS_DTYPES."""
+    """The format's name, such as `BF16`. It may be missing in SAFETENSORS_DTYPES."""
     shape: tuple[int, ...]
     """The stored shape."""
     offset: int
-    """Number of its first byte in the file."""
+    """The offset of its first byte in the file."""
     num_bytes: int
-    """The bytes that it takes."""
+    """Its size in bytes."""
     version: FileVersion | None = None
-    """The file whose header says so. None: it is not known, and nothing is compared."""
+    """The version of the file when its header was read; None: unknown, so it is not compared."""
 
     def check(self, file: int) -> None:
-        """Refuse an open file that is another one than the header is of, or was written since.
+        """Check that an open file is the one whose header was read, and was not written since.
 
         Raises:
-            FileChangedError: it is.
+            FileChangedError: it is another file, or was written.
         """
         if self.version not in (None, FileVersion.of(file)):
             raise FileChangedError(str(self.path))
@@ -73,15 +73,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Read and check the header of one shard.
 
     Raises:
-        UnsupportedModelError: the file is no whole and consistent safetensors file. The message names file and tensor.
+        UnsupportedModelError: the file is not a complete and consistent safetensors file. The message names file and
+            tensor.
     """
     with opened(path, UnsupportedModelError) as file:
-        # Noted before the header is read, so that a write in between shows when a tensor is read.
+        # Taken before the header is read, so that a write in between is noticed when a tensor is read.
         version = FileVersion.of(file.fileno())
         file_bytes = version.num_bytes
         header_bytes = int.from_bytes(file.read(8), "little")
 
-        # Bounded before it is read: the file of a stranger may say any number.
+        # Checked before it is read, since a malicious file may claim any size.
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, TABLE_BYTES_MAX):
             raise UnsupportedModelError(
                 f"{path} is no safetensors file, or is cut off: its header does not fit. Download it again."
@@ -107,9 +108,9 @@ def write_header(
 ) -> bytes:
     """Return the header of a shard whose tensors (name, dtype, shape) follow one another without gaps.
 
-    The metadata stand in it beside the format.
+    The metadata is added to the format's own entry.
 
-    Its length is a multiple of 8, so tensors are aligned if wider dtypes come first.
+    The header's length is a multiple of 8, so tensors are aligned if wider dtypes come first.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
@@ -125,19 +126,19 @@ def write_header(
 
     raw = json.dumps(header, separators=(",", ":")).encode()
 
-    # JSON may end with spaces, so they fill the header up.
+    # JSON may end with spaces, which pad the header.
     padding = -len(raw) % 8
     raw += b" " * padding
     return len(raw).to_bytes(8, "little") + raw
 
 
 def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) -> StoredTensor:
-    """Return the tensor of a header's entry, whose bytes are counted from the header's end.
+    """Return the tensor of a header's entry. Its offsets count from the end of the header.
 
     Args:
         path: the file.
         name: the tensor's name.
-        entry: what the header says of it.
+        entry: the header's entry.
         start: the header's end.
         file_bytes: the size of the file.
 
@@ -151,7 +152,7 @@ def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) 
         case _:
             raise UnsupportedModelError(f"{path}: the header's entry for tensor {shown(name)} is malformed.")
 
-    # Bounded before they are multiplied: the product of many large numbers would take hours.
+    # Bounded before they are multiplied, since multiplying many large numbers would take hours.
     is_bounded = len(shape) <= MAX_DIMENSIONS and all(_is_count(number) for number in (*shape, begin, end))
     if not is_bounded or not begin <= end <= file_bytes - start:
         raise UnsupportedModelError(f"{tensor} lies outside the file ({file_bytes} bytes). Copy or download it again.")
@@ -164,21 +165,21 @@ def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) 
         offset=start + begin,
         num_bytes=end - begin,
     )
-    # A dtype that torch has not is refused when the tensor is needed.
+    # A dtype that torch does not have is refused when the tensor is needed.
     if dtype in SAFETENSORS_DTYPES and stored.num_bytes != math.prod(shape) * SAFETENSORS_DTYPES[dtype].itemsize:
         raise UnsupportedModelError(f"{tensor} has {end - begin} bytes, which is not {dtype} of shape {tuple(shape)}.")
     return stored
 
 
 def _is_count(number: object) -> bool:
-    """Return whether a number of a header is a whole one of 63 bits that is not negative."""
+    """Return whether a number in a header is a non-negative integer of 63 bits."""
     # Not isinstance, because True is an int too.
     return type(number) is int and 0 <= number < 1 << 63
 
 
 def _refuse_overlap(tensors: list[StoredTensor]) -> None:
-    """Refuse tensors that share bytes."""
-    # Sorted by where they begin, only neighbours can overlap. A tensor without bytes shares none.
+    """Refuse tensors that overlap."""
+    # When sorted by offset, only neighbours can overlap. Empty tensors overlap nothing.
     placed = [tensor for tensor in tensors if tensor.num_bytes]
     placed.sort(key=lambda tensor: tensor.offset)
     for one, other in pairwise(placed):

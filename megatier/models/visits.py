@@ -1,6 +1,7 @@
-"""Plans how the tensors of a model's folder are read from its units, layer by layer.
+"""Plans in which order units give out the tensors of a model's folder, layer by layer.
 
-A visit is one use of a unit. It gives pieces to tensors, and a tensor is whole after its last piece.
+A visit is one use of a unit, which contributes pieces to tensors. A tensor is complete after its last piece.
+`session.hub_weights` follows the plan.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from megatier.models.weight_conversion import Assembly, hub_layout
 from megatier.optim.masters import weight_dtype
 
 BUFFERS = -1
-"""The number of the visit that has buffers, which are in no unit. It is the first one."""
+"""The unit number of buffers, which are in no unit. They are visited first."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubTensor:
-    """A tensor as it is stored in a folder in Hugging Face's format."""
+    """A tensor as stored in a folder in Hugging Face's format."""
 
     name: str
     """Its name there."""
@@ -44,58 +45,58 @@ class HubElements:
     at: int
     """Their first element in the tensor."""
     num_columns: int
-    """The columns of their matrix, if it is read column by column; 0: it is read row by row."""
+    """The number of columns of their matrix, if it is read column by column; 0: it is read row by row."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubPiece:
-    """All elements that a visit gives to one tensor."""
+    """All elements that a visit contributes to one tensor."""
 
     tensor: HubTensor
     """The tensor."""
     parts: tuple[HubElements, ...]
     """Its parts."""
     is_last: bool
-    """Whether the tensor is whole after that."""
+    """Whether the tensor is complete after that."""
 
 
 @dataclass(slots=True)
 class Visit:
-    """One use of a unit, which gives elements to some tensors."""
+    """One use of a unit, which contributes elements to some tensors."""
 
     unit: Unit | None
     """The unit; None: buffers."""
     pieces: list[HubPiece] = field(default_factory=list)
-    """What it gives, in the order of the tensors that are whole then."""
+    """The pieces that it contributes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """A unit, or a buffer, that has elements of a tensor of the model."""
+    """A unit, or a buffer, that holds elements of a tensor of the model."""
 
     number: int
     """The number of the unit."""
     elements: tuple[int, int]
-    """The elements [start, stop) of the tensor that it has."""
+    """The elements [start, stop) of the tensor that it holds."""
     shift: int
-    """The offset from an element's number in the tensor to its place in the unit."""
+    """The offset from an element's index in the tensor to its place in the unit."""
     dtype: torch.dtype
     """The dtype in which they compute."""
 
 
 def layer_groups(names: Iterable[str]) -> list[list[str]]:
-    """Return names by layer, as vLLM's `layerwise_groups` does: by the outermost number in them.
+    """Group names by layer, as vLLM's `layerwise_groups` does: by the outermost number in them.
 
-    Names without a number come before all layers if they do so here, else after them.
+    Names without a number come before all layers if they precede them here, otherwise after them.
     """
     before, behind = list[str](), list[str]()
 
-    # What stands before the number is a stack. A model may have several, such as an encoder and a decoder.
+    # The prefix of the number identifies a stack of layers. A model may have several, such as an encoder and a decoder.
     stacks = defaultdict[str, defaultdict[int, list[str]]](lambda: defaultdict(list))
     for name in names:
         words = name.split(".")
 
-        # The outermost number is that of the layer, and those behind it are of experts and the like.
+        # The outermost number is the layer's. Later ones are those of experts and the like.
         place = next((i for i, word in enumerate(words) if word.isdigit()), None)
         if place is not None:
             stack = ".".join(words[:place])
@@ -116,13 +117,13 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 def hub_visits(
     model: PreTrainedModel, units: Sequence[Unit], names: Mapping[str, str], buffers: Mapping[str, Tensor]
 ) -> list[Visit]:
-    """Return the visits that put together all tensors of the model's folder, layer by layer.
+    """Return the visits that produce all tensors of the model's folder, layer by layer.
 
     Args:
-        model: the skeleton that the folder is of.
+        model: the skeleton of the folder's model.
         units: all units of the model, whole.
-        names: the names in that skeleton of those of the units' tensors that are in the folder, by their own.
-        buffers: what is in no unit, by the names in the skeleton.
+        names: for those tensors of the units that are in the folder, their names in that skeleton.
+        buffers: the buffers, which are in no unit, by their names in the skeleton.
 
     Raises:
         UnsupportedModelError: no layout of the model's folder is known that loads back.
@@ -134,12 +135,12 @@ def hub_visits(
     own = {name: number for number, name in enumerate(state)}
     in_order = sorted(layout, key=lambda name: (own[layout[name].runs[0].name], layout[name].runs[0].start))
 
-    # Found once for all layers, as the units are many.
+    # Computed once for all layers, since there are many units.
     holders = _holders(units, names, buffers)
     visits = list[Visit]()
     for group in layer_groups(in_order):
         for visit in _visits(units, {name: layout[name] for name in group}, holders):
-            # The head may be tied to the embedding, and small parameters of all layers may be a unit together.
+            # One unit may serve two groups: a head tied to the embedding, or small parameters of all layers.
             if visits and visits[-1].unit is visit.unit:
                 visits[-1].pieces.extend(visit.pieces)
             else:
@@ -157,7 +158,7 @@ def _holders(
     for number, unit in enumerate(units):
         dtype = weight_dtype(unit.layout.schema)
         for tensor in unit.layout.tensors:
-            # The matrices of adapters have no name in the folder: they are merged into what they adapt.
+            # The matrices of adapters are not in the folder, since they are merged into what they adapt.
             if tensor.name in names:
                 holder = _Holder(number, tensor.elements, tensor.place(0), dtype)
                 holders[names[tensor.name]].append(holder)
@@ -167,10 +168,10 @@ def _holders(
 def _visits(
     units: Sequence[Unit], layout: Mapping[str, Assembly], holders: Mapping[str, list[_Holder]]
 ) -> Iterator[Visit]:
-    """Yield the visits that one layer takes."""
+    """Yield the visits of one layer."""
     needed = {name: _parts(assembly, holders) for name, assembly in layout.items()}
 
-    # Visits follow the order of the units, so that each of them is brought to the GPU once for the layer.
+    # Visits follow the order of units, so that each unit is loaded to the GPU once for the layer.
     numbers = set[int]().union(*needed.values())
     for number in sorted(numbers):
         unit = None if number == BUFFERS else units[number]
@@ -182,14 +183,14 @@ def _visits(
             dtype = holders[assembly.runs[0].name][0].dtype
             tensor = HubTensor(name, dtype, assembly.shape)
 
-            # By that order a tensor is whole after the highest number that has a part of it.
+            # In that order a tensor is complete after the last unit that has a part of it.
             is_last = number == max(parts)
             visit.pieces.append(HubPiece(tensor, tuple(parts[number]), is_last=is_last))
         yield visit
 
 
 def _parts(assembly: Assembly, holders: Mapping[str, list[_Holder]]) -> dict[int, list[HubElements]]:
-    """Return the parts of a tensor by the number of the unit that has them."""
+    """Return the parts of a tensor, by the number of the unit that holds them."""
     parts = defaultdict[int, list[HubElements]](list)
     at = 0
     for run in assembly.runs:
@@ -197,7 +198,7 @@ def _parts(assembly: Assembly, holders: Mapping[str, list[_Holder]]) -> dict[int
         for holder in holders[run.name]:
             first, end = holder.elements
 
-            # A unit may hold some of the elements alone, such as some experts of a stack.
+            # A unit may hold only some of the elements, such as some experts of a stack.
             lower = max(run.start, first)
             upper = min(stop, end)
             if lower < upper:

@@ -1,8 +1,9 @@
 """Converts between a model's tensors and the stored tensors of a folder in Hugging Face's format.
 
-The names differ (prefixes, renamed modules), and so do the tensors: transformers holds the experts of a layer in one
-parameter, and the hub has a tensor for each expert. transformers lists the operations. Here they are applied not to
-tensors but to runs of elements, so nothing is ever loaded to find out where it belongs.
+Names differ (prefixes, renamed modules), and so do tensors: transformers holds the experts of a layer in one parameter,
+while the hub stores a tensor for each expert. transformers lists the conversion operations. Here they are applied to
+runs of elements instead of tensors, so nothing has to be loaded to find out where it belongs. Reading (`weights`) and
+writing (`export`) both use this.
 """
 
 from __future__ import annotations
@@ -44,32 +45,31 @@ class TensorRun:
     num_elements: int
     """The number of elements."""
     num_columns: int = 0
-    """Columns of the matrix that they are, if it is read column by column; 0: they are read as they lie."""
+    """The number of columns of their matrix, if it is read column by column; 0: they are read in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A tensor that is put together from runs, in the order of its own elements."""
+    """A tensor that is assembled from runs, in the order of its own elements."""
 
     shape: Shape
-    """Its shape when it is put together."""
+    """Its shape."""
     runs: tuple[TensorRun, ...]
-    """The runs, whose elements lie one after the other in it."""
+    """The runs, in the order of the tensor's elements."""
 
 
 def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, Assembly]:
-    """Find out what a folder's stored tensors make up.
+    """Return the model's tensors as assemblies of a folder's stored tensors.
 
     Args:
-        model: the skeleton; names and shapes of its parameters and persistent buffers decide about prefixes.
+        model: the skeleton, whose names and shapes decide about prefixes.
         stored: shapes of the stored tensors by name.
 
     Returns:
-        The tensors that result, by the names that they have in the model. Names that the model does not know are among
-        them.
+        The resulting tensors, by their names in the model. Unknown names are included.
 
     Raises:
-        UnsupportedModelError: a tensor needs an operation that is no rearrangement of whole runs, or shapes disagree.
+        UnsupportedModelError: a tensor needs an operation that does not just rearrange runs, or shapes disagree.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -77,14 +77,14 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
     state = model.state_dict(keep_vars=True)
     assemblies: dict[str, Assembly] = {}
 
-    # By the name that results, and below it by the pattern of a converter that the stored name matches.
+    # By the resulting name, then by the converter's pattern that the stored name matches.
     to_convert: defaultdict[str, defaultdict[str, list[Assembly]]] = defaultdict(lambda: defaultdict(list))
 
-    # In the order of numbers, because experts are joined in the order in which they come.
+    # In numeric order, since experts are joined in the order in which they come.
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
 
-        # A renaming for older files may also match a name that is right as it is.
+        # A renaming for older files may also match a name that is already right.
         if target not in state and name in state:
             target = name
             pattern = None
@@ -100,7 +100,7 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
 
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     for target, by_pattern in to_convert.items():
-        # All of a target's patterns belong to one converter, so the first of them finds it.
+        # All patterns of a target belong to one converter.
         converter = converter_of[next(iter(by_pattern))]
         expected = tuple(state[target].shape) if target in state else None
         assemblies |= _converted(converter, target, by_pattern, expected)
@@ -109,19 +109,18 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
 
 
 def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Assembly]:
-    """Return the tensors to write, each as runs of the model's own, so that `from_pretrained` loads them back.
+    """Return the tensors to write, as runs of the model's own tensors, such that `from_pretrained` loads them back.
 
-    This is the hub's layout if it is a rearrangement of runs, else the model's own names, which transformers also
-    reads.
+    This is the hub's layout if it only rearranges runs, otherwise the model's own names, which transformers reads too.
 
     Args:
         model: the skeleton.
         tensors: the model's tensors by name, tied ones once; only shapes are used.
 
     Raises:
-        UnsupportedModelError: neither of the two would load back.
+        UnsupportedModelError: neither would load back.
     """
-    # On meta, because transformers reverts its conversions by computing with the tensors.
+    # On meta, since transformers reverts its conversions by computing with the tensors.
     own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     own_shapes = _shapes(own)
 
@@ -132,7 +131,7 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
         except UnsupportedModelError:
             continue
 
-        # Tried by reading it back: a layout that does not give the model's own tensors again would be of no use.
+        # Checked by reading it back, since a layout that does not restore the model's own tensors is useless.
         made = {name: assembly.shape for name, assembly in assemblies.items()}
         if made == own_shapes:
             return _inverted(assemblies, stored_shapes)
@@ -141,9 +140,9 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def runs_holding(assembly: Assembly, start: int, stop: int) -> tuple[int, tuple[TensorRun, ...]]:
-    """Return the runs that hold elements [start, stop) of a tensor, and which of its elements is their first.
+    """Return the runs that hold elements [start, stop) of a tensor, and the index of their first element.
 
-    They hold no other elements, but for a matrix that is read column by column: it stays whole.
+    They hold no other elements, except that a matrix that is read column by column stays whole.
     """
     first = start
     runs = list[TensorRun]()
@@ -153,7 +152,7 @@ def runs_holding(assembly: Assembly, start: int, stop: int) -> tuple[int, tuple[
         lower = max(start, position)
         upper = min(stop, position + run.num_elements)
         if lower < upper and run.num_columns:
-            # A run with columns is known only once all of it is read, so what is read begins before `start`.
+            # A run with columns must be read whole, so reading begins before `start`.
             first = min(first, position)
             runs.append(run)
         elif lower < upper:
@@ -175,15 +174,15 @@ def _converted(
     """Apply a converter's operations.
 
     Args:
-        converter: says what transformers does with some stored tensors.
-        target: the name that results; it contains the first of the converter's target patterns, and the others follow.
+        converter: what transformers does with some stored tensors.
+        target: the resulting name, which contains the converter's first target pattern. The others follow from it.
         by_pattern: the stored tensors, by the source pattern that they match.
-        expected: the shape that the model has. If that is stored, an operation that looks at it changes nothing.
+        expected: the shape in the model. An operation that checks shapes leaves a tensor of this shape as it is.
 
     Raises:
         UnsupportedModelError: an operation is not known, or shapes do not fit.
     """
-    # As in transformers, each operation takes a list of tensors for each source pattern, and gives lists again.
+    # As in transformers, each operation takes a list of tensors for each source pattern, and returns lists.
     lists = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
 
     for operation in converter.operations:
@@ -232,7 +231,7 @@ def _concatenate(target: str, tensors: Sequence[Assembly], dim: int) -> Assembly
         if not fits:
             raise UnsupportedModelError(f"{target}: its stored parts have different shapes, which do not fit together.")
 
-    # Elements are taken from each tensor in turn, so many at a time as lie together below the dimension.
+    # Elements are taken from each tensor in turn, as many as are contiguous below the dimension.
     feeds = [(deque(tensor.runs), math.prod(tensor.shape[dim:])) for tensor in tensors]
     runs = list[TensorRun]()
     for _ in range(math.prod(outer)):
@@ -249,7 +248,7 @@ def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Ass
     if dim >= len(shape) or shape[dim] % num_chunks:
         raise UnsupportedModelError(f"{target}: shape {shape} cannot be cut into {num_chunks} equal parts.")
 
-    # The inverse of `_concatenate`: each chunk in turn gets what lies together below the dimension.
+    # The inverse of `_concatenate`: each chunk in turn gets the elements that are contiguous below the dimension.
     outer = shape[:dim]
     length = shape[dim] // num_chunks
     chunk_shape = (*outer, length, *shape[dim + 1 :])
@@ -273,7 +272,7 @@ def _transpose(target: str, tensor: Assembly, dim0: int, dim1: int) -> Assembly:
     feed = deque(tensor.runs)
     runs = list[TensorRun]()
 
-    # Only the last two can be swapped so, and only if each matrix is one run that is not transposed yet.
+    # Only the last two dimensions can be swapped so, and only if each matrix is one run that is not transposed yet.
     if swapped == {num_dims - 2, num_dims - 1}:
         for _ in range(num_matrices):
             matrix = _take(feed, rows * columns)
@@ -291,7 +290,7 @@ def _take(feed: deque[TensorRun], num_elements: int) -> Iterable[TensorRun]:
         taken = min(run.num_elements, num_elements)
         left = run.num_elements - taken
         if left:
-            # The first elements of such a run are spread over all its columns, and so are no run themselves.
+            # The first elements of such a run are spread over all its columns, so they are not a run.
             if run.num_columns:
                 raise UnsupportedModelError(f"{run.name} is stored transposed, and would have to be cut.")
             feed.appendleft(TensorRun(name=run.name, start=run.start + taken, num_elements=left))
@@ -301,14 +300,14 @@ def _take(feed: deque[TensorRun], num_elements: int) -> Iterable[TensorRun]:
 
 
 def _inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
-    """Return (stored tensor: own runs), given (own tensor: stored runs)."""
-    # Each run comes with the number of its first element in the stored tensor.
+    """Invert a mapping from own tensors to stored runs: return the own runs of each stored tensor."""
+    # Each run with the index of its first element in the stored tensor.
     placed: dict[str, list[tuple[int, TensorRun]]] = {name: [] for name in shapes}
     for own_name, assembly in assemblies.items():
         position = 0
         for run in assembly.runs:
-            # A matrix of so many rows and columns that is read column by column becomes one of as many columns as it
-            # had rows. So that is how it is read on the way back.
+            # A matrix that is read column by column becomes one with as many columns as it had rows, so that is how it
+            # is read on the way back.
             num_rows = run.num_elements // run.num_columns if run.num_columns else 0
             own = TensorRun(
                 name=own_name,

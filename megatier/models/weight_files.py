@@ -1,4 +1,4 @@
-"""Reads what the files of weights in a model's folder say that they hold."""
+"""Reads the headers and settings of a model's folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatier.models.safetensors_format import StoredTensor, read_header
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
-"""File with the settings by which the model's text is generated."""
+"""The file with the model's generation settings."""
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -26,7 +26,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     single = folder / SINGLE_FILE
     index = folder / INDEX_FILE
 
-    # As transformers does: a single file wins over an index that an earlier save has left.
+    # As in transformers, a single file takes precedence over an index, which an earlier save may have left.
     if single.is_file():
         return read_header(single)
     if not index.is_file():
@@ -37,16 +37,16 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     weight_map = _weight_map(index)
     for file_name in sorted(set(weight_map.values())):
-        # Names only: the hub's cache links files to another folder, so a resolved path says nothing.
+        # Only the name is checked, since the hub's cache links files into another folder.
         if Path(file_name).name != file_name or not _is_file(folder / file_name):
             raise UnsupportedModelError(f"{index}: {shown(file_name)!r} is no file in this folder.")
         for name, tensor in read_header(folder / file_name).items():
-            # transformers would take either of them, without a word.
+            # transformers would silently use one of them.
             if name in stored:
                 raise UnsupportedModelError(f"{tensor.path}: tensor {shown(name)} is also in {stored[name].path}.")
             stored[name] = tensor
 
-    # The other direction: whatever the index lists has to be there, in the file that it says.
+    # Conversely, everything that the index lists must be there, in the file that it names.
     for name, file_name in weight_map.items():
         if name not in stored or stored[name].path.name != file_name:
             raise UnsupportedModelError(
@@ -57,7 +57,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor, as an index says."""
+    """Return the file of each tensor, according to an index."""
     settings = read_object(index, TABLE_BYTES_MAX, UnsupportedModelError)
     weight_map = settings.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -74,7 +74,7 @@ def _is_file(path: Path) -> bool:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """Return the settings by which a model's text is generated, which are exported with it as they came.
+    """Return the generation settings of a model's folder, which are exported unchanged.
 
     Returns:
         The settings; None if the folder has none.
@@ -88,7 +88,7 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
         with reading(f"{path}: transformers does not take these settings", UnsupportedModelError):
             settings = GenerationConfig.from_pretrained(folder)
 
-            # What cannot be written is refused now, and not when the trained model is to be written.
+            # What cannot be written is refused now, rather than when the trained model is exported.
             settings.to_json_string()
             return settings
 

@@ -1,10 +1,11 @@
-"""Reads weights from a folder of safetensors, in pieces of READ_ELEMENTS: the model is never whole in memory.
+"""Reads weights from a folder of safetensors files, in pieces of READ_ELEMENTS.
 
-A matrix that is stored transposed (an expert of Qwen3-VL-MoE), or is quantised, is whole in memory while it is read.
+The model is never whole in memory, except a single matrix that is stored transposed (an expert of Qwen3-VL-MoE) or
+quantised.
 
-`SafetensorsFolder` and `Initialiser` are the two sources of a run's first weights, `WeightReader`s both. They read a
-unit as a stream of (first element in the unit's layout, fp32 values), without the layout's padding. A piece is valid
-until the next one.
+`SafetensorsFolder` and `Initialiser` provide a run's first weights. As `WeightReader`s they read a unit as a stream of
+(first element in the unit's layout, fp32 values), without the layout's padding. A piece is valid until the next one is
+read.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from megatier.models.weight_conversion import Assembly, TensorRun, assemble, run
 from megatier.models.weight_files import read_generation_config, read_headers
 
 READ_ELEMENTS = 4 << 20
-"""Elements that are read, converted or written at once: 16 MiB in fp32."""
+"""The elements that are read, converted or written at once: 16 MiB in fp32."""
 
 FULL_PRECISION_NAMES = ("F32", "BF16", "F16")
-"""Dtypes of files that hold weights as they were trained."""
+"""Stored dtypes of unquantised weights."""
 _NO_DECODING: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
-"""Decodes no tensor."""
+"""No quantised tensors."""
 
 
 ReadPart = Callable[[Layout], Iterator[tuple[int, Tensor]]]
@@ -50,7 +51,7 @@ class WeightReader(Protocol):
 
         Args:
             unit: the unit.
-            shard: the layout of a rank's shard of it, which is read then; None: the whole unit is.
+            shard: the layout of a rank's shard of the unit, to read only that; None: the whole unit.
 
         Raises:
             TransferError: a file has become shorter or unreadable meanwhile.
@@ -59,14 +60,14 @@ class WeightReader(Protocol):
 
 @runtime_checkable
 class PartReader(WeightReader, Protocol):
-    """A source of weights of which several threads may read different parts at once."""
+    """A source of weights whose parts several threads may read at once."""
 
     def part_reader(self, unit: Unit) -> ReadPart:
-        """Return a function that reads any part of a unit in any thread, as `read` does. One thread asks for it."""
+        """Return a function that reads any part of a unit in any thread, as `read` does. One thread calls this."""
 
 
 class TensorReader:
-    """A source of weights that are read parameter by parameter."""
+    """A source of weights that reads parameter by parameter."""
 
     def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a unit, or of a rank's shard of it; see `WeightReader`."""
@@ -81,7 +82,7 @@ class TensorReader:
         """Return a parameter of a unit, or a run of its elements, at once: flat, fp32."""
         values = torch.empty(tensor.num_elements, dtype=torch.float32, device="cpu")
         for first, piece in self.read_tensor(unit, tensor):
-            # A piece is valid until the next one, so it is copied.
+            # Copied, since a piece is valid only until the next one.
             start = first - tensor.start
             values[start : start + piece.numel()] = piece
         return values
@@ -90,7 +91,7 @@ class TensorReader:
 class SafetensorsFolder(TensorReader):
     """The weights of a folder in Hugging Face's format: `model.safetensors`, or shards with an index.
 
-    Files are read with plain buffered reads into one buffer, so memory does not grow with their size.
+    Files are read through one buffer, so memory does not grow with their size.
     """
 
     def __init__(
@@ -105,13 +106,12 @@ class SafetensorsFolder(TensorReader):
         Args:
             folder: the model's folder.
             model: the skeleton.
-            stored: the tensors of the folder, with quantised ones as they are when they are decoded; None: those that
-                its files name.
-            decoding: gives quantised tensors by their stored names: decoded, flat, in fp32.
+            stored: the tensors of the folder, with quantised ones described as decoded; None: as in the files' headers.
+            decoding: functions that decode quantised tensors, by stored name; they return flat fp32.
 
         Raises:
-            UnsupportedModelError: a file is damaged or hostile, or a tensor is missing, superfluous, of another shape,
-                or not in full precision. The message names file and tensor.
+            UnsupportedModelError: a file is damaged or malicious, or a tensor is missing, unknown, of another shape, or
+                not in full precision. The message names file and tensor.
         """
         self.stored = read_headers(folder) if stored is None else stored
         self._decoding = decoding
@@ -120,7 +120,7 @@ class SafetensorsFolder(TensorReader):
         self._assemblies = assemble(model, shapes)
         self._folder = folder
 
-        # Buffers are small and read at once, but only after every name and shape was checked: a refusal changes
+        # Buffers are small and read at once, but only after all names and shapes are checked, so an error changes
         # nothing.
         self._check(model)
         self._read_buffers(model)
@@ -132,13 +132,13 @@ class SafetensorsFolder(TensorReader):
     def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a parameter, or of a run of its elements; see `WeightReader.read`.
 
-        Of the files, the bytes of these elements are read and no others. A matrix that is stored transposed is read
-        whole if one of its elements is wanted.
+        Only the bytes of these elements are read. A matrix that is stored transposed is read whole if one of its
+        elements is needed.
         """
         first, runs = runs_holding(self._assemblies[tensor.name], *tensor.elements)
         position = tensor.place(first)
         for piece in self._read(runs):
-            # A transposed matrix may begin before the wanted elements, and end behind them.
+            # A transposed matrix may begin before the wanted elements and end after them.
             lower = max(tensor.start - position, 0)
             upper = max(tensor.stop - position, 0)
             wanted = piece[lower:upper]
@@ -160,7 +160,7 @@ class SafetensorsFolder(TensorReader):
         Raises:
             TransferError: see `read`.
         """
-        # As large as the largest piece, and no larger: a tiny tensor needs no buffer of megabytes.
+        # As large as the largest piece, since a tiny tensor needs no buffer of megabytes.
         longest = max((run.num_elements for run in runs), default=0)
         widest_bytes = max((SAFETENSORS_DTYPES[self.stored[run.name].dtype].itemsize for run in runs), default=0)
         num_elements = min(READ_ELEMENTS, longest)
@@ -183,7 +183,7 @@ class SafetensorsFolder(TensorReader):
         dtype = SAFETENSORS_DTYPES[stored.dtype]
         with open_at(stored, run.start * dtype.itemsize) as file:
             for start, stop in chunks(run.num_elements):
-                # The last piece is shorter than the buffers.
+                # The last piece may be shorter than the buffers.
                 count = stop - start
                 piece = raw[: count * dtype.itemsize]
                 read_exactly(file, piece, stored)
@@ -194,17 +194,17 @@ class SafetensorsFolder(TensorReader):
         stored = self.stored[run.name]
         dtype = SAFETENSORS_DTYPES[stored.dtype]
 
-        # Columns lie across the whole matrix, so it has to be read before its first column is known.
+        # Columns span the whole matrix, so it must be read before its first column is known.
         start = run.start * dtype.itemsize
         stop = start + run.num_elements * dtype.itemsize
         raw = read_bytes(stored, start, stop)
-        return by_columns(raw.view(dtype), run.num_columns)
+        return column_major(raw.view(dtype), run.num_columns)
 
     def _decoded(self, run: TensorRun) -> Tensor:
         """Return the elements of a run of a quantised tensor, decoded."""
-        # The last tensor stays, since it may be read in several runs.
+        # The last tensor is cached, since it may be read in several runs.
         if self._last_decoded is None or self._last_decoded[0] != run.name:
-            # The one before goes first, so that no two of them are in memory.
+            # The previous one is freed first, so that two are never in memory.
             self._last_decoded = None
             decode = self._decoding[run.name]
             self._last_decoded = run.name, decode()
@@ -212,16 +212,16 @@ class SafetensorsFolder(TensorReader):
         _, tensor = self._last_decoded
         stop = run.start + run.num_elements
         numbers = tensor[run.start : stop]
-        return by_columns(numbers, run.num_columns) if run.num_columns else numbers
+        return column_major(numbers, run.num_columns) if run.num_columns else numbers
 
     def _check(self, model: PreTrainedModel) -> None:
-        """Compare names, shapes and dtypes with the skeleton, and find tied weights under all their names.
+        """Check names, shapes and dtypes against the skeleton, and resolve the names of tied weights.
 
         Raises:
             UnsupportedModelError: names file and tensor.
         """
-        # A tied tensor has one object and several names, any of which may be stored. Without `keep_vars` there would be
-        # an object for each name.
+        # A tied tensor is one object with several names, any of which may be stored. Without `keep_vars` each name
+        # would have its own object.
         aliases: defaultdict[int, list[str]] = defaultdict(list)
         for name, tensor in model.state_dict(keep_vars=True).items():
             aliases[id(tensor)].append(name)
@@ -243,15 +243,15 @@ class SafetensorsFolder(TensorReader):
             for name in found:
                 self._check_tensor(name, state[name])
 
-            # Stored under several names, it has to hold the same values under all of them.
+            # If it is stored under several names, the values must be equal.
             for name in found[1:]:
                 self._refuse_unequal(found[0], name)
 
-            # Units know a parameter by the first of its names alone.
+            # Units use only the first of its names.
             self._assemblies[names[0]] = self._assemblies[found[0]]
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Compare a tensor with the parameter or buffer that it is for. A buffer of integers takes integers that fit.
+        """Check a stored tensor against its parameter or buffer. An integer buffer accepts integers that fit.
 
         Raises:
             UnsupportedModelError: names file and tensor.
@@ -281,7 +281,7 @@ class SafetensorsFolder(TensorReader):
         Raises:
             UnsupportedModelError: names file and tensor.
         """
-        # Piece by piece side by side, because neither may be whole in memory.
+        # Compared piece by piece, since neither may be whole in memory.
         one = self._read(self._assemblies[first].runs)
         other = self._read(self._assemblies[second].runs)
         is_equal = all(torch.equal(*pair) for pair in zip(one, other, strict=True))
@@ -313,13 +313,13 @@ class SafetensorsFolder(TensorReader):
 
 
 def _is_held_by(stored: str, dtype: torch.dtype) -> bool:
-    """Return whether every value of a stored dtype is one of a dtype that is no float."""
-    # Where none is a float, two dtypes are promoted to the narrowest that has all values of both.
+    """Return whether a non-float dtype can represent every value of a stored dtype."""
+    # Two non-float dtypes are promoted to the narrowest one that represents all values of both.
     return stored in SAFETENSORS_DTYPES and torch.promote_types(SAFETENSORS_DTYPES[stored], dtype) is dtype
 
 
 def _is_ignored(model: PreTrainedModel, name: str) -> bool:
-    """Return whether a tensor is one that authors left in old files, or a buffer that is computed from the config."""
+    """Return whether a stored tensor is a leftover of old files, or a buffer that is computed from the config."""
     patterns = [
         *(model._keys_to_ignore_on_load_unexpected or ()),
         r"rotary_emb\.inv_freq$",
@@ -330,7 +330,7 @@ def _is_ignored(model: PreTrainedModel, name: str) -> bool:
 
 def open_at(stored: StoredTensor, start: int) -> FileIO:
     """Open the file of a stored tensor at one of the tensor's bytes."""
-    # Without Python's own buffer, through which all bytes would be copied once more.
+    # Unbuffered, since Python's buffer would copy all bytes once more.
     file = stored.path.open("rb", buffering=0)
     file.seek(stored.offset + start)
     return file
@@ -349,13 +349,13 @@ def read_bytes(stored: StoredTensor, start: int, stop: int) -> Tensor:
 
 
 def read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
-    """Fill a uint8 tensor from the file's position; a system call may return less than was asked for.
+    """Fill a uint8 tensor from the file's position, even if a system call returns less than was asked for.
 
     Raises:
         TransferError: the file is too short, or cannot be read.
-        FileChangedError: it is another one than its header was read from, or was written since.
+        FileChangedError: the file is not the one whose header was read, or was written since.
     """
-    # A view of the tensor's own memory, so that the bytes are copied once.
+    # A view of the tensor's memory, so that bytes are copied once.
     view = piece.numpy().data
     while view:
         position = file.tell()
@@ -368,12 +368,12 @@ def read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
             raise TransferError("reading weights", "disk", str(stored.path), position, 0)
         view = view[count:]
 
-    # Asked afterwards, so that bytes that were written meanwhile are found too.
+    # Checked afterwards, so that bytes that were written meanwhile are noticed too.
     stored.check(file.fileno())
 
 
-def by_columns(elements: Tensor, num_columns: int) -> Tensor:
-    """Return the elements of a matrix that lies row by row in the order of its columns, flat."""
+def column_major(elements: Tensor, num_columns: int) -> Tensor:
+    """Return the elements of a row-major matrix in column-major order, flat."""
     columns: Tensor = elements.view(-1, num_columns).t()
     return columns.flatten()
 

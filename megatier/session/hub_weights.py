@@ -27,7 +27,7 @@ from megatier.engine.stage import WeightUse
 from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.models.decoder import Unit
 from megatier.models.visits import HubElements, HubPiece, HubTensor, Visit, hub_visits, layer_groups
-from megatier.models.weights import by_columns
+from megatier.models.weights import column_major
 from megatier.optim.masters import weight_dtype
 from megatier.play.player import Player
 from megatier.session.held import HeldUse
@@ -270,7 +270,7 @@ class _Iteration:
         for part in piece.parts:
             elements = sources.elements(part)
             if part.num_columns:
-                elements = by_columns(elements, part.num_columns)
+                elements = column_major(elements, part.num_columns)
             # Even a tensor of one part is copied, because the slot is reused before the caller is done with it.
             tensor[part.at : part.at + elements.numel()] = elements
         if piece.is_last:

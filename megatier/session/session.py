@@ -26,7 +26,7 @@ from megatier.engine.unit_model import UnitModel
 from megatier.errors import PlanError
 from megatier.hardware import cores_usable
 from megatier.measure.probe import io_threads
-from megatier.models.decoder import Unit, decays
+from megatier.models.decoder import Unit, decay_parameter_names
 from megatier.models.weights import PartReader, WeightReader
 from megatier.optim.gradient_sums import GradientSums
 from megatier.optim.masters import join_master, plane_dtype
@@ -197,7 +197,7 @@ class Session:
         opened.callback(sums.close)
         optimizer = RunOptimizer(
             layouts,
-            decays(self.model),
+            decay_parameter_names(self.model),
             hyper,
             sums,
             num_threads=num_threads,

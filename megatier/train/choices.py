@@ -14,7 +14,7 @@ from megatier.data.image_packs import positions_of
 from megatier.engine.head import can_fuse
 from megatier.errors import ConfigError, PlanError
 from megatier.guards.weight_changes import check_evaluates
-from megatier.models.decoder import check_stops_at_borders
+from megatier.models.decoder import check_document_boundaries
 from megatier.models.limits import has_position_table, max_positions
 from megatier.planner.changes import find_hidden_tokens
 from megatier.planner.prediction import Prediction
@@ -70,7 +70,7 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
     if data.is_apart:
         if data.images:
             positions_of(model)
-        check_stops_at_borders(model)
+        check_document_boundaries(model)
 
     # The last evaluation comes when the run is over, which is too late to find that the model cannot be evaluated.
     if data.holds_out:

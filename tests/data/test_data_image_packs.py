@@ -51,7 +51,7 @@ def conversations(family: str) -> list[dict[str, Tensor]]:
     return found
 
 
-# Qwen3.5 has layers that do not stop where a conversation does, which is refused before (`check_stops_at_borders`).
+# Qwen3.5 has layers that do not stop where a conversation does, which is refused before (`check_document_boundaries`).
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_conversation_in_a_pack_has_the_logits_that_it_has_alone(family: str) -> None:
     model: Any = plain_model(vision_config(family)).eval()

@@ -22,7 +22,7 @@ import megatier
 from megatier.checkpoint import chunkfile
 from megatier.errors import CheckpointError, ConfigError, StreamedModelError, TransferError
 from megatier.integrations.streamed import Streamed
-from megatier.models.decoder import decays
+from megatier.models.decoder import decay_parameter_names
 
 pytest.importorskip("lightning")
 
@@ -66,7 +66,7 @@ class Causal(LightningModule):
 
 def plain_module(optimizer: type[Optimizer] = AdamW, **options: Any) -> Causal:
     model = plain_model(exactness_config("plain"))
-    decayed = decays(model)
+    decayed = decay_parameter_names(model)
     groups = [
         {"params": [p for name, p in model.named_parameters() if (name in decayed) == decay], "weight_decay": amount}
         for decay, amount in ((True, 0.1), (False, 0.0))

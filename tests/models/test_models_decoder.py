@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.trainer import Trainer
 
 from megatier.errors import UnsupportedModelError
-from megatier.models.decoder import bindings, build_skeleton, decays, decoder_layers, find_units
+from megatier.models.decoder import bindings, build_skeleton, decay_parameter_names, decoder_layers, find_units
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def test_decays_family_are_those_of_the_trainer(family: str) -> None:
     model = skeleton(family)
     own = {name for name, _ in model.named_parameters()}
     expected = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
-    assert decays(model) == own & set(expected)
+    assert decay_parameter_names(model) == own & set(expected)
 
 
 def test_units_tied_head_is_one_unit_with_two_modules() -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatier.models.decoder import decays
+from megatier.models.decoder import decay_parameter_names
 
 
 class PlainAdamW:
     """AdamW of megatier's definition in single torch operations, which are each rounded on their own."""
 
     def __init__(self, model: PreTrainedModel, clip: float | None) -> None:
-        self.clip, self.decayed = clip, decays(model)
+        self.clip, self.decayed = clip, decay_parameter_names(model)
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.exp_avg = {name: torch.zeros_like(p) for name, p in self.trained.items()}
         self.exp_avg_sq = {name: torch.zeros_like(p) for name, p in self.trained.items()}
