@@ -1,6 +1,6 @@
-"""Exports what a run has trained: the whole model, or adapters in a folder as PEFT reads and writes them.
+"""Exports what a run has trained: the whole model, or adapters in a folder in PEFT's format.
 
-Adapters are written in fp32, whatever the type of an exported model is: they are small, and a run may go on from them.
+Adapters are always written in fp32, since they are small and a run may continue from them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _num_bytes(places: Mapping[str, tuple[Unit, TensorSlice]]) -> int:
 
 
 def _places(model: PreTrainedModel, units: Sequence[Unit]) -> dict[str, tuple[Unit, TensorSlice]]:
-    """Return where each tensor of a folder of adapters lies in the units, which are whole, by its name there."""
+    """Return where each tensor of an adapter folder lies in the units, by its name in the folder."""
     places = {tensor.name: (unit, tensor) for unit in units for tensor in unit.layout.tensors}
     return {stored: places[name] for stored, name in stored_names(model).items()}
 
@@ -79,17 +79,17 @@ def _places(model: PreTrainedModel, units: Sequence[Unit]) -> dict[str, tuple[Un
 def _write_weights(
     path: Path, places: Mapping[str, tuple[Unit, TensorSlice]], read: ReadElements, base: Mapping[str, str]
 ) -> None:
-    """Write the tensors of a folder of adapters, piece by piece. They are on disk when this returns.
+    """Write the tensors of an adapter folder, piece by piece. They are on disk when this returns.
 
     Args:
         path: the file.
         places: where each tensor lies.
         read: reads elements of a unit.
-        base: the identity of the base, which is noted.
+        base: the identity of the base, to store.
     """
     shapes = ((name, torch.float32, tensor.shape) for name, (_, tensor) in places.items())
 
-    # PEFT's config has a path alone, and what lies there may be another model later.
+    # PEFT's config has only a path, where another model may lie later.
     metadata = {BASE: json.dumps(base)} if base else {}
     header = write_header(shapes, metadata)
 
@@ -101,13 +101,13 @@ def _write_weights(
                 in_bytes = values.contiguous().view(torch.uint8)
                 file.write(in_bytes.numpy().data)
 
-        # The folder gets its name next, which must not outlive bytes that power loss takes.
+        # The folder is renamed next, and that must not survive a power loss without these bytes.
         file.flush()
         os.fsync(file.fileno())
 
 
 def _settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return PEFT's config of the adapters, as it is written. Loaded so, they are not trained, as PEFT saves them."""
+    """Return PEFT's config of the adapters for the folder. As when PEFT saves them, they load as not trained."""
     config = adapter_config(model)
     assert config is not None
     ranks, alphas = _ranks_and_alphas(model, config)
@@ -118,7 +118,7 @@ def _settings(model: PreTrainedModel) -> dict[str, Any]:
         "alpha_pattern": _pattern(config.alpha_pattern, config.lora_alpha, alphas, "scales"),
     }
     for key, value in settings.items():
-        # In an order of their own, so that the same run writes the same bytes.
+        # Sorted, so that the same run writes the same bytes.
         if isinstance(value, set):
             settings[key] = sorted(value)
 
@@ -126,7 +126,7 @@ def _settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _ranks_and_alphas(model: PreTrainedModel, config: Any) -> tuple[dict[str, int], dict[str, float]]:  # noqa: ANN401
-    """Return the rank and the alpha that each layer of PEFT's has now, by the name that its config has for it."""
+    """Return the present rank and alpha of each PEFT layer, by its name in PEFT's config."""
     layer_class = load_peft().tuners.lora.LoraLayer
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -134,7 +134,7 @@ def _ranks_and_alphas(model: PreTrainedModel, config: Any) -> tuple[dict[str, in
         if not isinstance(module, layer_class):
             continue
 
-        # Adapters of several parameters of a module are wrapped around each other, and are called after these.
+        # Adapters of several parameters of a module are nested, and are named after the parameters.
         layer: Any = module
         key = name.replace(".base_layer", "")
         if hasattr(layer, "parameter_name"):
@@ -144,26 +144,26 @@ def _ranks_and_alphas(model: PreTrainedModel, config: Any) -> tuple[dict[str, in
         divisor = math.sqrt(rank) if config.use_rslora else rank
         alpha, scale = layer.lora_alpha[ADAPTER], layer.scaling[ADAPTER]
 
-        # Its own alpha is exact. Only a scale that somebody has changed since is worked out.
+        # The layer's alpha is exact. A scale that was changed since is converted back.
         alphas[key] = alpha if alpha / divisor == scale else scale * divisor
     return ranks, alphas
 
 
 def _pattern(given: Mapping[str, Any], default: float, values: Mapping[str, float], what: str) -> dict[str, Any]:
-    """Return a pattern of PEFT's config that gives each layer its value when it is read.
+    """Return a pattern for PEFT's config that gives each layer its value when it is loaded.
 
     Args:
-        given: the pattern that the config has.
-        default: the value of layers that no pattern names.
+        given: the pattern in the config.
+        default: the value of layers that no pattern matches.
         values: the value of each layer, by its name.
-        what: names the values, for the message.
+        what: what the values are, for the message.
 
     Raises:
-        UnsupportedModelError: PEFT has no such pattern.
+        UnsupportedModelError: no such pattern exists.
     """
     by_name = {name: value for name, value in values.items() if value != default}
     for pattern in (given, by_name, values):
-        # They are written in the order of their keys, and the first one that fits counts.
+        # They are written in the order of their keys, and the first match counts.
         ordered = sorted(pattern.items())
         if all(_value_of(name, ordered, default) == value for name, value in values.items()):
             return dict(pattern)

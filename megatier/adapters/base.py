@@ -1,4 +1,4 @@
-"""Identifies a base by its files of weights, without reading all of them."""
+"""Identifies a base model by its weight files, without reading all of them."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ from megatier.models.safetensors_format import StoredTensor
 from megatier.models.weight_files import read_headers
 
 ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-"""Names of models on the hub. A relative path may look so as well, and then names nothing else."""
+"""Names of models on the hub. A relative path may look the same."""
 _IDENTITY_ATTRIBUTE = "identity_of_base"
-"""The attribute of a skeleton that has the identity of its base."""
+"""The attribute of a skeleton with the identity of its base."""
 _NUM_SAMPLES = 256
-"""Places of a file that are looked at, the first and the last bytes among them."""
+"""The number of samples of a file that are read, its first and last bytes included."""
 _SAMPLE_BYTES = 64 << 10
-"""Bytes of each. So all of a file of 16 MiB is looked at, and 16 MiB of a larger one."""
+"""The bytes of each sample. So a file of 16 MiB is read whole, and 16 MiB of a larger one."""
 
 
 def identity_of(folder: Path, stored: Mapping[str, StoredTensor] | None = None) -> dict[str, str]:
-    """Return the size and a checksum of each file of weights in a model's folder, by its name.
+    """Return the size and a checksum of each weight file in a model's folder, by file name.
 
-    The checksum is over bytes at even distances, so it finds another model, or one that was trained further, in a file
-    of any size. Other values of a few weights alone may be missed.
+    The checksum covers samples at even distances, so it detects another or a further trained model in files of any
+    size. A change of only a few weights may be missed.
 
     Args:
         folder: the folder.
-        stored: the tensors that are read from it, of whose files the identity has to be; None: those that it has now.
+        stored: the tensors that are read from the folder, whose files are identified; None: those that it has now.
 
     Raises:
         UnsupportedModelError: a file is missing or damaged.
-        FileChangedError: a file is another one now than that whose header was read, or was written since.
+        FileChangedError: a file was replaced or written since its header was read.
     """
     if stored is None:
         stored = read_headers(folder)
 
-    # One tensor of each file will do, because all of a file's tensors know the version whose header was read.
+    # One tensor of each file is enough, since each knows the version of its file.
     tensor_of = {tensor.path: tensor for tensor in stored.values()}
     identity = dict[str, str]()
     for path in sorted(tensor_of):
-        # By the file's name alone, so that a folder may be moved.
+        # Only by the file's name, so that a folder may be moved.
         identity[path.name] = _size_and_checksum(tensor_of[path])
     return identity
 
 
 def check_beside(folder: Path, adapter: str | None) -> None:
-    """Refuse a model's folder that holds adapters too, unless a run goes on with these.
+    """Refuse a model's folder that also holds adapters, unless a run continues with them.
 
-    Other programs put them into the model when they load it.
+    Other programs add them to the model when they load it.
 
     Args:
         folder: the model's folder.
-        adapter: the folder of the adapter that a run goes on with, if it does.
+        adapter: the folder of the adapter that a run continues with, if any.
 
     Raises:
         ConfigError: it does.
@@ -80,7 +80,7 @@ def check_beside(folder: Path, adapter: str | None) -> None:
 
 
 def check_base(adapter: Path, folder: Path, identity: Mapping[str, str], base: str) -> None:
-    """Refuse an adapter that says that it is for another base, and warn if that cannot be told.
+    """Refuse an adapter of another base, and warn if that cannot be determined.
 
     Args:
         adapter: the folder of the adapter.
@@ -89,7 +89,7 @@ def check_base(adapter: Path, folder: Path, identity: Mapping[str, str], base: s
         base: the base's folder or its name on the hub.
 
     Raises:
-        ConfigError: names what differs.
+        ConfigError: the base differs. The message says in what.
     """
     before = noted_base(adapter) or {}
     if before and before != identity:
@@ -101,12 +101,12 @@ def check_base(adapter: Path, folder: Path, identity: Mapping[str, str], base: s
             f"{was} and is {now}. Give it its own base."
         )
 
-    # Adapters of other programs have no identity, but a name.
+    # Adapters of other programs store no identity, but a name.
     named = read_config(adapter).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         return
 
-    # A folder may have been moved, and a name on the hub says little of it. Two names are of two models.
+    # A folder may have been moved, but two different hub names are two models.
     are_on_hub = ON_HUB.fullmatch(named) and ON_HUB.fullmatch(base)
     if are_on_hub and named != base:
         raise ConfigError(
@@ -123,19 +123,19 @@ def _contents_of(folder: Path) -> set[tuple[str, str, tuple[int, ...]]]:
 
 
 def _check_named(adapter: Path, named: Path, folder: Path, identity: Mapping[str, str]) -> None:
-    """Compare the base that an adapter of another program names with the one that it is given.
+    """Compare the base that an adapter of another program names with the given one.
 
     Args:
         adapter: the folder of the adapter.
-        named: the base that it names.
-        folder: the base that it is given.
-        identity: of the latter.
+        named: the folder of the base that it names.
+        folder: the folder of the given base.
+        identity: the identity of the given base.
 
     Raises:
-        ConfigError: they are others.
+        ConfigError: they differ.
     """
     if any(named.glob("*.safetensors")):
-        # The base that it names is here, so files are compared and not names.
+        # The named base is here, so files are compared instead of names.
         if identity_of(named) == identity:
             return
         if _contents_of(named) == _contents_of(folder):
@@ -144,7 +144,7 @@ def _check_named(adapter: Path, named: Path, folder: Path, identity: Mapping[str
                 f"{folder}. Set model.path to its own base."
             )
 
-        # A quantised copy, or one in another dtype, may well be of the same model.
+        # A quantised copy, or one in another dtype, may be the same model.
         warnings.warn(
             f"the adapter {adapter} is for {shown(str(named))}, which stores its weights in other numbers than "
             f"{folder} does. So they cannot be compared; whether both are the same model nobody can tell.",
@@ -152,7 +152,7 @@ def _check_named(adapter: Path, named: Path, folder: Path, identity: Mapping[str
         )
         return
 
-    # The folder of a snapshot has the name of the hub in the one above: models--OWNER--NAME/snapshots/COMMIT.
+    # The parent of a snapshot's folder has the hub's name: models--OWNER--NAME/snapshots/COMMIT.
     names = set[str]()
     for part in (*folder.parts, *folder.resolve().parts):
         names.add(part)
@@ -166,18 +166,18 @@ def _check_named(adapter: Path, named: Path, folder: Path, identity: Mapping[str
 
 
 def note_identity(model: PreTrainedModel, identity: dict[str, str]) -> None:
-    """Note the identity of a model's base with the model, for the folder of its adapters."""
+    """Store the identity of a model's base on the model, for the folder of its adapters."""
     setattr(model, _IDENTITY_ATTRIBUTE, identity)
 
 
 def noted_identity(model: PreTrainedModel) -> dict[str, str]:
-    """Return the identity that was noted; empty: there is none."""
+    """Return the stored identity; empty: there is none."""
     identity: dict[str, str] = getattr(model, _IDENTITY_ATTRIBUTE, {})
     return identity
 
 
 def _size_and_checksum(tensor: StoredTensor) -> str:
-    """Return size and checksum of a tensor's file, in words."""
+    """Return the size and checksum of a tensor's file, as text."""
     digest = hashlib.blake2b(digest_size=8)
     with opened(tensor.path, UnsupportedModelError) as file:
         size = os.fstat(file.fileno()).st_size
@@ -186,6 +186,6 @@ def _size_and_checksum(tensor: StoredTensor) -> str:
             file.seek(last_place * place // (_NUM_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
 
-        # Asked afterwards, so that a file that was written meanwhile is found too.
+        # Checked afterwards, so that a write meanwhile is noticed too.
         tensor.check(file.fileno())
     return f"{size:,} bytes, checksum {digest.hexdigest()}"

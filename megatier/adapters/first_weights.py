@@ -1,4 +1,4 @@
-"""Makes the first weights of a model with adapters: the base's from its folder, and those PEFT begins with."""
+"""Provides the first weights of a model with adapters: the base's from its folder, and PEFT's initial values."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from megatier.models.decoder import Unit
 from megatier.models.weights import TensorReader, chunks
 
 AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
-"""The parts of names that PEFT puts between a module of the base and what is above it."""
+"""The parts of names that PEFT inserts between a module of the base and its parent."""
 _ADAPTER_PARAMETER = re.compile(r"(?P<module>.+)\.(?P<part>lora_\w+)\.\w+(\.weight)?")
-"""A parameter of an adapter."""
+"""The name of an adapter's parameter."""
 MAGNITUDE = "lora_magnitude_vector"
-"""The part of an adapter with DoRA that begins with the lengths of the rows of the weight that it adapts."""
+"""The part of a DoRA adapter that is initialised with the row norms of the adapted weight."""
 
 
 def base_name(name: str) -> str:
-    """Return the name that a parameter of the base has in the base itself."""
+    """Return the name of a base parameter in the plain base model."""
     return AROUND.sub("", name)
 
 
 def adapter_module(name: str) -> str:
-    """Return the module that has the adapter of which a parameter is."""
+    """Return the module that has a parameter's adapter."""
     match = _ADAPTER_PARAMETER.fullmatch(name)
     assert match is not None
     return match["module"]
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return whether a parameter is one of an adapter, and none of the base or a copy of one."""
+    """Return whether a parameter belongs to an adapter, rather than to the base or a copy of one of its modules."""
     return _ADAPTER_PARAMETER.fullmatch(name) is not None
 
 
 class AdaptedWeights(TensorReader):
-    """The weights of a base, and of the adapters in it as PEFT initialises them.
+    """The weights of a base, and of adapters as PEFT initialises them.
 
     New adapters have the values that `torch.manual_seed` and PEFT's `get_peft_model` give them over a plain model in
-    fp32. The matrices of one adapter exist whole in fp32 while they are read, and with DoRA the weight that it adapts.
+    fp32. While they are read, the matrices of one adapter exist whole in fp32, and with DoRA also the adapted weight.
     """
 
     def __init__(
@@ -60,26 +60,27 @@ class AdaptedWeights(TensorReader):
         stored: StoredAdapter | None = None,
         generator: Tensor | None = None,
     ) -> None:
-        """Keep what gives the weights.
+        """Take the sources of the weights.
 
         Args:
-            base: gives those of the base.
+            base: the weights of the base.
             model: the skeleton with its adapters.
             seed: decides the values.
-            stored: gives those of the adapters, and of modules that are trained whole; None: they begin anew.
-            generator: the state of torch's generator, if something of the base was drawn from the seed before them.
+            stored: the weights of adapters, and of modules that are trained whole; None: they are initialised.
+            generator: the state of torch's generator, if a part of the base was drawn from the seed before.
         """
         self._base = base
         self.stored = stored
-        """Gives the weights of adapters that are there; None: they begin anew."""
+        """The weights of existing adapters; None: they are initialised."""
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._transposed = set[str]()
-        """The modules whose weight has a row for each input, as GPT-2's have."""
+        """The modules whose weight has a row for each input, as in GPT-2."""
         wrappers = set[str]()
 
         for name, module in model.named_modules():
             if isinstance(module, QuantisedLinear):
-                # The parameters of such a layer are codes and scales. DoRA goes by the weight that they stand for.
+                # The parameters of a quantised layer are codes and scales, but DoRA needs the shape of the decoded
+                # weight.
                 self._shapes[f"{name}.weight"] = module.out_features, module.in_features
             if is_wrapper(module):
                 wrappers.add(name)
@@ -89,11 +90,11 @@ class AdaptedWeights(TensorReader):
         self._parts = _parts(self._shapes, last=wrappers)
         """The shapes of each adapter's parts, in the order in which PEFT makes them."""
         self._generators = {} if stored is not None else _draw_all(self._parts, seed, generator)
-        """For each adapter the state of torch's generator with which PEFT begins to draw it."""
+        """For each adapter, the state of torch's generator when PEFT begins to draw it."""
 
     def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a parameter; see `WeightReader`."""
-        # A folder of adapters also holds modules that are trained whole, whose first values are those of the base.
+        # An adapter folder also holds modules that are trained whole. Their first values are those of the base.
         is_stored = self.stored is not None and tensor.name in self.stored
         if not is_stored and not is_of_adapter(tensor.name):
             of_base = replace(tensor, name=base_name(tensor.name))
@@ -107,7 +108,7 @@ class AdaptedWeights(TensorReader):
             yield tensor.start + start, flat[start:stop]
 
     def _value(self, unit: Unit, name: str) -> Tensor:
-        """Return the whole value of a parameter of an adapter: as it is stored, or as PEFT would set it at first."""
+        """Return the value of an adapter's parameter: the stored one, or PEFT's initial one."""
         if self.stored is not None:
             return self.stored.read(name)
 
@@ -119,20 +120,19 @@ class AdaptedWeights(TensorReader):
         if part == MAGNITUDE:
             return self._lengths(unit, module)
 
-        # Units are read in any order and by any rank, so each adapter begins at the state that PEFT would have had
-        # there.
+        # Units are read in any order by any rank, so each adapter starts from the state that PEFT would have had.
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._generators[module])
             drawn = _draw(self._parts[module])
         return drawn[part]
 
     def _lengths(self, unit: Unit, module: str) -> Tensor:
-        """Return the lengths of the rows of an adapted weight: its adapter adds nothing to them at first."""
+        """Return the row norms of an adapted weight, to which its adapter adds nothing at first."""
         name = f"{module}.base_layer.weight"
         shape = self._shapes[name]
         whole = TensorSlice(base_name(name), shape, 0)
 
-        # Whole, since the length of a row has to be taken over all of it.
+        # Whole, since a norm is taken over the whole row.
         weight = self._base.read_whole(unit, whole).view(shape)
         if module in self._transposed:
             weight = weight.T
@@ -141,11 +141,11 @@ class AdaptedWeights(TensorReader):
 
 
 def _parts(shapes: Mapping[str, tuple[int, ...]], last: Set[str]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the shapes of each adapter's parts by module.
+    """Return the shapes of each adapter's parts, by module.
 
     Args:
         shapes: those of all parameters, by name, in the order of the modules.
-        last: the modules that wrap parameters, whose adapters PEFT makes when all others are there.
+        last: the modules that wrap parameters, whose adapters PEFT makes after all others.
     """
     parts = defaultdict[str, dict[str, tuple[int, ...]]](dict)
     for name, shape in shapes.items():
@@ -154,7 +154,7 @@ def _parts(shapes: Mapping[str, tuple[int, ...]], last: Set[str]) -> dict[str, d
             module = match["module"]
             parts[module][match["part"]] = shape
 
-    # The sort is stable, so adapters are in the order of the modules but for that.
+    # A stable sort keeps the order of modules otherwise.
     in_order = sorted(parts.items(), key=lambda item: item[0] in last)
     return dict(in_order)
 
@@ -162,7 +162,7 @@ def _parts(shapes: Mapping[str, tuple[int, ...]], last: Set[str]) -> dict[str, d
 def _draw_all(
     adapters: Mapping[str, Mapping[str, tuple[int, ...]]], seed: int, generator: Tensor | None
 ) -> dict[str, Tensor]:
-    """Draw adapters as PEFT does, one after the other from one generator; returns its state before each of them."""
+    """Draw adapters in turn from one generator, as PEFT does. Return the generator's state before each of them."""
     states = {}
     with drawing_from(seed):
         if generator is not None:
@@ -170,15 +170,15 @@ def _draw_all(
         for module, parts in adapters.items():
             states[module] = torch.get_rng_state()
 
-            # For its effect on the generator alone: the values are drawn again when they are read.
+            # Only for its effect on the generator. The values are drawn again when they are read.
             _draw(parts)
     return states
 
 
 def _draw(parts: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Draw both matrices of an adapter as PEFT's `update_layer` does, which does not use all that it draws."""
+    """Draw both matrices of an adapter as PEFT's `update_layer` does, which discards some of the draws."""
     if "lora_A" in parts:
-        # A new linear layer draws its weight, so B takes numbers from the generator too before it becomes 0.
+        # A new linear layer draws its weight, so B also draws from the generator before it is set to 0.
         into = _linear_weight(parts["lora_A"])
         out = _linear_weight(parts["lora_B"])
         nn.init.kaiming_uniform_(into, a=math.sqrt(5))

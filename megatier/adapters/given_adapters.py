@@ -1,4 +1,4 @@
-"""Takes adapters that somebody else's program has made or described with PEFT's own classes."""
+"""Takes over adapters that a user's program has made or described with PEFT's own classes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatier.models.decoder import decoder_layers, is_adapter, tied_modules
 from megatier.models.model_class import is_classifier
 
 CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")
-"""PEFT's names for the tasks of classifiers."""
+"""PEFT's task types of classifiers."""
 SCORES = ("classifier", "score")
-"""Modules of a classifier that PEFT trains whole, wherever the config names such a task."""
+"""Modules of a classifier that PEFT trains whole for these tasks."""
 
 
 def unwrap_peft(model: nn.Module) -> tuple[nn.Module, Any | None]:
@@ -33,32 +33,31 @@ def unwrap_peft(model: nn.Module) -> tuple[nn.Module, Any | None]:
         The model, and the config; None: it has no adapters.
 
     Raises:
-        ConfigError: the adapters are none that are trained here.
-        UnsupportedModelError: the adapters are several, merged into the base, not trained, or none that PEFT puts into
-            a model's modules.
+        ConfigError: this kind of adapter is not supported.
+        UnsupportedModelError: there are several adapters, or they are merged, not trained, or not inside modules.
     """
     inside: Any = model
     if is_adapter(model) and hasattr(model, "get_base_model"):
         inside = inside.get_base_model()
 
-    # Prompts that are trained stand in no module, so the model inside knows nothing of them.
+    # Trained prompts are in no module, so the inner model does not know of them.
     configs = getattr(inside, "peft_config", None) or getattr(model, "peft_config", None)
     if not configs:
         return inside, None
 
-    # An adapter's name is a part of its parameters' names, by which they are known here.
+    # An adapter's name is a part of its parameters' names, by which they are recognised here.
     if list(configs) != [ADAPTER]:
         raise UnsupportedModelError(
             f"the model has adapters with the names {shown(', '.join(map(str, configs)))}; only one is streamed, with "
             f"the name {ADAPTER!r}."
         )
 
-    # A merged base has in its weights what the adapters would add once more.
+    # A merged base already contains what the adapters would add again.
     if any(getattr(module, "merged_adapters", None) for module in inside.modules()):
         raise UnsupportedModelError("the model's adapters are merged into its base. Call unmerge_adapter() first.")
 
     if not any(parameter.requires_grad for parameter in inside.parameters()):
-        # Adapters of another kind are refused for that, whether they are trained or not.
+        # Unsupported kinds of adapters are refused as such, whether they are trained or not.
         checked_settings(_settings_of(configs[ADAPTER]), "peft_config")
         raise UnsupportedModelError(
             "no parameter of the model and of its adapters requires a gradient. Load them with "
@@ -68,20 +67,20 @@ def unwrap_peft(model: nn.Module) -> tuple[nn.Module, Any | None]:
 
 
 def add_given(model: PreTrainedModel, config: Any, base: str) -> None:  # noqa: ANN401 - PEFT's
-    """Put new adapters, which a config of PEFT's describes, into a skeleton, and freeze all else.
+    """Add the new adapters that a PEFT config describes to a skeleton, and freeze everything else.
 
     Args:
         model: the skeleton of the base.
-        config: a `LoraConfig` of PEFT, which stays as it is.
+        config: a `LoraConfig` of PEFT, which is not changed.
         base: the folder or name of the base, which is noted in the adapters' config.
 
     Raises:
-        ConfigError: it is none, of a kind that is not trained here, or for another task; see also `add_adapters`.
+        ConfigError: it is not a LoraConfig, of an unsupported kind, or for another task; see also `add_adapters`.
     """
-    # By PEFT's own dictionary, so that settings of newer releases are seen and refused by name.
+    # By PEFT's own dictionary, so that settings of newer releases are noticed and refused by name.
     given = _settings_of(config)
 
-    # Other ways to begin go by the weights of the base, which PEFT does not find in a skeleton.
+    # Other initialisations depend on the weights of the base, which PEFT does not find in a skeleton.
     if given.get("init_lora_weights") not in (None, True):
         raise ConfigError(
             f"peft_config sets init_lora_weights to {shown(repr(given['init_lora_weights']))}; new adapters begin with "
@@ -96,14 +95,14 @@ def add_given(model: PreTrainedModel, config: Any, base: str) -> None:  # noqa: 
 
 
 def check_adapters(model: PreTrainedModel, config: Any) -> None:  # noqa: ANN401 - PEFT's
-    """Check the adapters that came with a model in RAM, of which the skeleton has copies; it keeps their config.
+    """Check the adapters of a model in RAM, which its skeleton has copied. The skeleton keeps their config.
 
     Args:
         model: the skeleton.
         config: PEFT's config of the adapters.
 
     Raises:
-        ConfigError: they are of a kind that is not trained here, or would not do what they say.
+        ConfigError: they are of an unsupported kind, or would not do what their config says.
     """
     checked_settings(_settings_of(config), "peft_config")
     layers = decoder_layers(model)
@@ -113,7 +112,7 @@ def check_adapters(model: PreTrainedModel, config: Any) -> None:  # noqa: ANN401
 
 
 def _settings_of(config: Any) -> dict[str, Any]:  # noqa: ANN401 - PEFT's
-    """Return the settings of a config of PEFT's, with its kind as text.
+    """Return the settings of a PEFT config, with its kind as text.
 
     Raises:
         ConfigError: it is none.
@@ -126,12 +125,12 @@ def _settings_of(config: Any) -> dict[str, Any]:  # noqa: ANN401 - PEFT's
 
 
 def _text_of(value: Any) -> Any:  # noqa: ANN401 - PEFT's
-    """Return a setting as files have it: PEFT's objects have members of enums where files have text."""
+    """Return a setting as text, since PEFT's objects use enum members where files have text."""
     return getattr(value, "value", value)
 
 
 def _of_classifier(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings by which PEFT trains the score of a classifier beside its adapters.
+    """Return the settings with which PEFT also trains the score of a classifier.
 
     Args:
         model: the skeleton of the base.
@@ -147,7 +146,7 @@ def _of_classifier(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str
             f"{' or '.join(CLASSIFYING)}."
         )
 
-    # PEFT adds these names in its `PeftModelForSequenceClassification` alone, and here it wraps no model.
+    # PEFT adds these names only in its `PeftModelForSequenceClassification`, which is not used here.
     saved = list(given.get("modules_to_save") or ())
     if task is not None:
         saved += [name for name in SCORES if name not in saved]
@@ -156,11 +155,11 @@ def _of_classifier(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Let a skeleton's modules compute as in its base for a while, as PEFT's `disable_adapter` does.
+    """Disable a skeleton's adapters inside, as PEFT's `disable_adapter` does.
 
-    PEFT's own also changes which parameters require a gradient, which the units of a skeleton have fixed.
+    PEFT's own also changes which parameters require a gradient, which a skeleton's units have fixed.
     """
-    # By the attribute and not by class, since PEFT has a class of layers for each kind of module.
+    # By the attribute, since PEFT has a layer class for each kind of module.
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
@@ -174,14 +173,14 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def check_trained(model: PreTrainedModel) -> None:
-    """Refuse a model with adapters that trains something else, or not all of them: a folder of them would lack it.
+    """Refuse a model that trains anything but its adapters, or not all of them, since its folder would be incomplete.
 
     Raises:
         ConfigError: names the first parameter.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
-    # By what PEFT would write, which is what the trained model is loaded from.
+    # By what PEFT would write, since the trained model is loaded from that.
     in_folder = set(stored_names(model).values())
     odd = sorted(trained ^ in_folder)
     if odd:

@@ -1,7 +1,7 @@
-"""In place: which frozen weights of a base a run reads from NVMe where they lie, in the model's own files.
+"""Decides which frozen weights of a base a run reads from NVMe in place, in the model's own files.
 
-A unit's frozen weights are read so if the files hold the very bytes that the run needs, in runs that are not too short,
-on the drives of `tiers.nvme`. All others are copied into block files when the run begins.
+A unit's frozen weights are read in place if the files hold exactly the bytes that the run needs, in runs that are not
+too short, on the drives of `tiers.nvme`. All others are copied into block files when the run begins.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ from megatier.models.weight_files import read_headers
 from megatier.optim.masters import weight_dtype
 
 _TENSORS_ATTRIBUTE = "tensors_of_base"
-"""The attribute of a skeleton that has the tensors of its base."""
+"""The attribute of a skeleton with the tensors of its base."""
 RUN_BYTES_MIN = 64 << 10
-"""Bytes of the shortest run of a tensor that is put together from several. Whole pages are read around each run."""
+"""The shortest run of a tensor that is assembled from several, since whole pages are read around each run."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseTensors:
-    """The tensors of a base as its folder stores them."""
+    """The tensors of a base as stored in its folder."""
 
     stored: Mapping[str, StoredTensor]
-    """Where they lie, by their stored names."""
+    """The stored tensors, by their stored names."""
     assemblies: Mapping[str, Assembly]
-    """What they make up, by the names of the base's parameters."""
+    """Their assembly into parameters of the base, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPlace:
-    """The units whose frozen weights may be read in place."""
+    """The units whose frozen weights can be read in place."""
 
     parts: Mapping[str, tuple[FilePart, ...]] = field(default_factory=dict)
-    """The parts of files that hold a unit's frozen weights, by its name; `start` counts in the block of its weights."""
+    """The parts of files that hold each unit's frozen weights, by unit name. `start` counts in the unit's block of
+    weights."""
     why_not: str = ""
-    """Why other frozen weights of the base are copied, in words; empty: there are none."""
+    """Why the other frozen weights of the base are copied; empty: there are none."""
 
 
 def note_base_tensors(model: PreTrainedModel, folder: Path, stored: Mapping[str, StoredTensor] | None = None) -> None:
-    """Note with a skeleton, which has no adapters yet, what its base's folder stores.
+    """Store on a skeleton, which has no adapters yet, what its base's folder holds.
 
     Raises:
         UnsupportedModelError: a file is missing or damaged.
@@ -58,20 +59,20 @@ def note_base_tensors(model: PreTrainedModel, folder: Path, stored: Mapping[str,
     if stored is None:
         stored = read_headers(folder)
 
-    # Now, because the conversion goes by the names of a plain model, which adapters change.
+    # Before adapters change the names, since the conversion needs those of a plain model.
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     assemblies = assemble(model, shapes)
     setattr(model, _TENSORS_ATTRIBUTE, BaseTensors(stored, assemblies))
 
 
 def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, num_ranks: int) -> InPlace:
-    """Return which units' frozen weights may be read in place.
+    """Return the units whose frozen weights can be read in place.
 
     Args:
         model: the skeleton.
         units: its units, with their schemas.
-        tiers: mounts, and how they are read.
-        num_ranks: ranks that share the state.
+        tiers: the mounts, and how they are read.
+        num_ranks: the world size.
     """
     frozen = [unit for unit in units if unit.layout.has_base and unit.layout.num_trained < unit.layout.num_elements]
 
@@ -82,7 +83,7 @@ def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, 
     base: BaseTensors | None = getattr(model, _TENSORS_ATTRIBUTE, None)
     if base is None:
         return InPlace(why_not="it is quantised, was given in RAM, or has no files yet")
-    # These reasons hold for the whole base, so no unit is looked at.
+    # These reasons apply to the whole base, so no unit is checked.
     if why := _why_refused(base, tiers, num_ranks):
         return InPlace(why_not=why)
 
@@ -106,7 +107,7 @@ def _why_refused(base: BaseTensors, tiers: TiersConfig, num_ranks: int) -> str:
     if num_ranks > 1:
         return "several ranks have shards of it"
 
-    # A step is planned with the speed of the mounts, which other drives need not have.
+    # A step is planned with the speed of the mounts, which other drives may not have.
     paths = [tensor.path for tensor in base.stored.values()]
     drives = _drives(paths)
     for mount in tiers.mounts:
@@ -117,27 +118,27 @@ def _why_refused(base: BaseTensors, tiers: TiersConfig, num_ranks: int) -> str:
 
 
 def _drives(paths: Iterable[Path]) -> set[int | None]:
-    """Return the file systems on which paths lie; None: a path is not there."""
+    """Return the file systems of paths; None stands for a missing path."""
     drives: set[int | None] = set()
     for path in set(paths):
         try:
             drives.add(path.stat().st_dev)
         except OSError:
-            # It differs from every drive that is there, so nothing is read in place.
+            # None differs from every drive, so nothing is read in place.
             drives.add(None)
     return drives
 
 
 def _parts(unit: Unit, base: BaseTensors) -> tuple[FilePart, ...] | str:
-    """Return the parts of files that hold a unit's frozen weights, in order, or why they cannot be read in place."""
+    """Return the parts of files with a unit's frozen weights, in order, or why they cannot be read in place."""
     dtype = weight_dtype(unit.layout.schema)
     parts: list[FilePart] = []
     for tensor in unit.layout.tensors:
-        # Frozen elements lie behind the trained ones.
+        # Frozen elements come after the trained ones.
         is_trained = tensor.start < unit.layout.num_trained
         if is_trained or not tensor.num_elements:
             continue
-        # One tensor that cannot be read in place makes the whole unit a copy: its block has one place for all frozen
+        # If one tensor cannot be read in place, the whole unit is copied, since its block has one place for all frozen
         # weights.
         runs = _runs(tensor, base)
         if isinstance(runs, str):
@@ -150,7 +151,7 @@ def _parts(unit: Unit, base: BaseTensors) -> tuple[FilePart, ...] | str:
                 wanted = SAFETENSORS_NAMES[dtype]
                 return f"{shown(stored.name)} is {shown(stored.dtype)} in its file and {wanted} in the run"
 
-            # Whole pages are read around each run, so many short ones would read far more than they need.
+            # Whole pages are read around each run, so many short runs would read far more than needed.
             num_bytes = run.num_elements * dtype.itemsize
             if len(runs) > 1 and num_bytes < RUN_BYTES_MIN:
                 return f"{shown(tensor.name)} is put together from short pieces of its file"
@@ -168,7 +169,7 @@ def _parts(unit: Unit, base: BaseTensors) -> tuple[FilePart, ...] | str:
 
 
 def _runs(tensor: TensorSlice, base: BaseTensors) -> tuple[TensorRun, ...] | str:
-    """Return the runs of stored elements that make up a tensor, or why they cannot be read in place."""
+    """Return the runs of stored elements that form a tensor, or why they cannot be read in place."""
     assembly = base.assemblies.get(base_name(tensor.name))
     if assembly is None:
         return f"{shown(tensor.name)} is stored under another name"

@@ -1,6 +1,6 @@
-"""Puts LoRA adapters of the `peft` library in a skeleton, in place of the modules that they adapt.
+"""Adds LoRA adapters of the `peft` library to a skeleton, around the modules that they adapt.
 
-The adapters are parts of the units of these modules. Everything but the adapters is frozen.
+The adapters belong to the units of these modules. Everything but the adapters is frozen.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from megatier.models.decoder import decoder_layers, is_adapter, tied_modules
 from megatier.models.frozen_parameters import is_named
 
 ADAPTER = "default"
-"""The name that an adapter has in its model, as with PEFT."""
+"""The name of an adapter in its model, as in PEFT."""
 WILDCARDS = frozenset("*?[")
-"""Characters by which a pattern is known."""
+"""Characters that make a name a pattern."""
 LINEAR = (nn.Linear, Conv1D)
-"""Modules that `all-linear` stands for, as with PEFT."""
+"""Modules that `all-linear` stands for, as in PEFT."""
 STACKED = 3
-"""Dimensions of a parameter that has a matrix for each expert. Patterns of parameters stand for these."""
+"""The number of dimensions of a parameter with a matrix for each expert. Patterns for parameters match only these."""
 NUMBERED = re.compile(r"\.\d+\.")
 """The number of a layer in a name."""
 ADAPTED = (*LINEAR, nn.Embedding)
-"""Modules that a pattern stands for; a name may stand for any."""
+"""Modules that a pattern may match. A name may match any module."""
 
 
 def load_peft() -> Any:  # noqa: ANN401 - a module without types
-    """Return the module peft.
+    """Import and return the module peft.
 
     Raises:
         ConfigError: it is not installed.
     """
-    # Asked for here alone: it is slow to import, and most runs never need it.
+    # Imported here, since it is slow to import and most runs never need it.
     try:
         return importlib.import_module("peft")
     except ImportError as error:
@@ -58,7 +58,7 @@ def load_peft() -> Any:  # noqa: ANN401 - a module without types
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraConfig, base: str) -> None:
-    """Let PEFT put its layers into a skeleton, which has its parameters on meta, and freeze all but the adapters.
+    """Let PEFT add its layers to a skeleton on meta, and freeze everything but the adapters.
 
     Args:
         model: the skeleton of the base.
@@ -66,7 +66,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, base: str) -> Non
         base: the folder or name of the base, which is noted in the adapter's config.
 
     Raises:
-        ConfigError: peft is missing, a target or a module to save names nothing, is tied, or cannot have an adapter.
+        ConfigError: peft is missing, or a target or a module to save matches nothing, is tied, or cannot have an
+            adapter.
     """
     if settings.adapter is not None:
         given = read_settings(Path(settings.adapter).expanduser())
@@ -78,7 +79,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, base: str) -> Non
 
 
 def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by_name: bool = True) -> None:
-    """Let PEFT put its layers into a skeleton, and freeze all but the adapters.
+    """Let PEFT add its layers to a skeleton, and freeze everything but the adapters.
 
     Args:
         model: the skeleton of the base.
@@ -91,21 +92,21 @@ def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by
     """
     peft = load_peft()
 
-    # Found before PEFT changes the modules: a module that it trains whole may hold the layers, or be a tied one.
+    # Found before PEFT changes the modules, since a module that it trains whole may hold the layers or be tied.
     layers = decoder_layers(model)
     tied = tied_modules(model)
 
-    # PEFT would go on without a parameter that is not there.
+    # PEFT would ignore a parameter that does not exist.
     for name in given.get("target_parameters") or ():
         _named_parameters(model, name, is_pattern=False)
 
-    # What is given comes last: it may name another task, such as that of a classifier.
+    # Given settings come last, since they may name another task, such as that of a classifier.
     settings = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, **given}
     with reading(f"model.lora: PEFT {peft.__version__} makes no such adapters", ConfigError), _quiet():
         config = peft.LoraConfig(**settings)
         _leave_experts(config, model, is_by_name=is_by_name)
 
-        # What PEFT calls "low memory" is meta, where the skeleton's own parameters lie.
+        # PEFT's "low memory" mode uses meta, where the skeleton's own parameters are.
         peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     check_made(model, layers, tied)
 
@@ -117,8 +118,8 @@ def adapter_config(model: PreTrainedModel) -> Any | None:  # noqa: ANN401 - PEFT
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return the parameters of a model's adapters, by the names that PEFT gives them in a folder."""
-    # PEFT picks and renames tensors by their names alone, so a stand-in without bytes for each will do.
+    """Return the parameters of a model's adapters, by their names in a PEFT folder."""
+    # PEFT selects and renames tensors by name only, so empty stand-ins are enough.
     stand_ins = dict[str, Tensor]()
     for name, _ in model.named_parameters():
         stand_ins[name] = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -136,10 +137,10 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _chosen(model: PreTrainedModel, settings: LoraConfig) -> dict[str, Any]:
-    """Return the settings of a run as PEFT's `LoraConfig` takes them.
+    """Return a run's settings as arguments of PEFT's `LoraConfig`.
 
     Raises:
-        ConfigError: a target or a module to save names nothing.
+        ConfigError: a target or a module to save matches nothing.
     """
     saved = [module for name in settings.modules_to_save for module in _named(model, name, "modules_to_save")]
 
@@ -160,10 +161,10 @@ def _chosen(model: PreTrainedModel, settings: LoraConfig) -> dict[str, Any]:
 
 
 def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
-    """Return the targets as PEFT takes them: names of modules, and ends of names.
+    """Return the targets for PEFT: names of modules, and suffixes of names.
 
     Raises:
-        ConfigError: one names nothing.
+        ConfigError: one matches nothing.
     """
     if wanted != (ALL_LINEAR,):
         return _as_asked(wanted, lambda name: _named(model, name, "targets"))
@@ -171,20 +172,20 @@ def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     head = model.get_output_embeddings()
     names = list[str]()
     for name, module in model.named_modules():
-        # As in PEFT, all layers of this kind do not include the head.
+        # As in PEFT, these do not include the head.
         if isinstance(module, LINEAR) and module is not head:
             names.append(name)
     return names
 
 
 def _as_asked(wanted: Sequence[str], named: Callable[[str], Sequence[str]]) -> list[str]:
-    """Return the wanted modules as PEFT takes them: patterns become the names that they stand for."""
+    """Return the wanted names for PEFT, with patterns replaced by the names that they match."""
     names: dict[str, None] = {}
     for asked in wanted:
-        # Asked also for a name, which has to name something.
+        # Also for a plain name, which must match something.
         named_by_it = named(asked)
 
-        # PEFT takes ends of names as they are, so its config stays as short as what was asked for.
+        # PEFT accepts suffixes of names, so its config stays as short as the request.
         names |= dict.fromkeys(named_by_it if _is_pattern(asked) else [asked])
     return list(names)
 
@@ -194,12 +195,12 @@ def _is_pattern(name: str) -> bool:
 
 
 def _named_parameters(model: PreTrainedModel, name: str, *, is_pattern: bool) -> list[str]:
-    """Return the parameters that a name or a pattern stands for.
+    """Return the parameters that a name or a pattern matches.
 
     Raises:
         ConfigError: there is none.
     """
-    # Patterns stand for stacks of experts alone: a matrix has its adapter by its module.
+    # Patterns match only stacks of experts, since a matrix gets its adapter through its module.
     stacks = [path for path, parameter in model.named_parameters() if parameter.dim() == STACKED]
     if is_pattern:
         named = [path for path in stacks if is_named(path, name)]
@@ -216,14 +217,14 @@ def _named_parameters(model: PreTrainedModel, name: str, *, is_pattern: bool) ->
 
 
 def _ends_with(path: str, name: str) -> bool:
-    """Return whether a name is the end of a path, in whole parts."""
+    """Return whether a path ends with a name, in whole parts."""
     return f".{path}".endswith(f".{name}")
 
 
 def _leave_experts(config: Any, model: PreTrainedModel, *, is_by_name: bool) -> None:  # noqa: ANN401 - PEFT's
-    """Take those targets out of a config that PEFT takes for experts, which are one parameter of a layer.
+    """Remove targets from a config that PEFT would treat as experts, which are a parameter of a layer.
 
-    It takes the names of a model's first releases for experts, such as `gate_proj`, wherever they are.
+    PEFT treats names from a model's first release, such as `gate_proj`, as experts wherever they occur.
 
     Args:
         config: PEFT's config, whose targets change.
@@ -231,14 +232,14 @@ def _leave_experts(config: Any, model: PreTrainedModel, *, is_by_name: bool) -> 
         is_by_name: whether somebody has named the targets.
 
     Raises:
-        ConfigError: somebody has, or nothing is left.
+        ConfigError: the user has named such a target, or none is left.
     """
     try:
         conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
     except ModuleNotFoundError:  # PEFT before 0.19 takes names for modules alone
         return
 
-    # PEFT moves such targets to the parameters. That is tried on a copy, to see which they are.
+    # PEFT moves such targets to target_parameters. A copy shows which ones.
     tried = copy.deepcopy(config)
     conversion.convert_peft_config_for_transformers(tried, model=model, conversions=None)
     before = set(config.target_parameters or ())
@@ -258,7 +259,7 @@ def _leave_experts(config: Any, model: PreTrainedModel, *, is_by_name: bool) -> 
 
 
 def _named(model: PreTrainedModel, name: str, setting: str) -> list[str]:
-    """Return the modules that a name or a pattern stands for.
+    """Return the modules that a name or a pattern matches.
 
     Raises:
         ConfigError: there is none.
@@ -277,15 +278,15 @@ def _named(model: PreTrainedModel, name: str, setting: str) -> list[str]:
 
 
 def check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[str]) -> None:
-    """Refuse adapters that would not do what they say.
+    """Refuse adapters that would not do what their config says.
 
     Args:
         model: the skeleton with its adapters.
-        layers: its decoder layers, as they were before.
+        layers: its decoder layers, found before the adapters were added.
         tied: the names of the embedding and the head, if they share a weight.
 
     Raises:
-        ConfigError: names the module.
+        ConfigError: there is one. The message names the module.
     """
     for name in sorted(tied):
         if is_adapter(model.get_submodule(name)):
@@ -319,9 +320,9 @@ def check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[st
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence PEFT's remarks on what it mends by itself (GPT-2's transposed matrices), or what is refused here.
+    """Silence PEFT's warnings about what it handles itself (GPT-2's transposed matrices), or what is refused here.
 
-    Nor does it, before 0.21, of modules that own a parameter and are of a class that it does not know.
+    Before 0.21 it also warns of modules that own a parameter and are of a class that it does not know.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Unsupported layer type")

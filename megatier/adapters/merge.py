@@ -1,8 +1,8 @@
-"""Merges adapters into their base, matrix by matrix: the base is never whole in memory.
+"""Merges adapters into their base, matrix by matrix, so that the base is never whole in memory.
 
-PEFT merges each adapter by itself, in fp32. So what is written is rounded once, where a model that is merged in bf16
-rounds the change and the sum. A matrix, its change and both parts of its adapter exist whole in fp32 while it is
-merged; so does a parameter of stacked experts.
+PEFT merges each adapter by itself in fp32, so the result is rounded once, where merging in bf16 rounds both the change
+and the sum. While it is merged, a matrix, its change and both parts of its adapter exist whole in fp32, and so does a
+parameter of stacked experts.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.weights import TensorReader
 
 COPY = f".modules_to_save.{ADAPTER}."
-"""The part of a name by which a module that is trained whole is known."""
+"""The part of a name that marks a module which is trained whole."""
 
 
 class MergedWeights:
-    """The weights of a plain model, with the adapters of another one merged into them."""
+    """The weights of a plain model, with the adapters of another model merged into them."""
 
     def __init__(self, base: TensorReader, model: PreTrainedModel, trained: Callable[[str], Tensor]) -> None:
-        """Keep what gives the weights.
+        """Take the sources of the weights.
 
         Args:
-            base: gives those of the base.
+            base: the weights of the base.
             model: the skeleton with the adapters.
-            trained: gives a whole parameter that is trained: flat, fp32, by its name in that skeleton.
+            trained: returns a whole trained parameter, flat and fp32, by its name in that skeleton.
         """
         self._base = base
         self._model = model
         self._trained = trained
 
-        # The matrices that change, by their names in the plain model. All others are read as the base has them.
+        # The adapted matrices, by their names in the plain model. All others are read from the base.
         self._adapted = _adapted(model)
         self._last_merged: tuple[str, Tensor] | None = None
 
@@ -59,7 +59,7 @@ class MergedWeights:
     def read(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a unit of the plain model: flat, fp32, with 0 for padding.
 
-        Asked in the order of a unit's elements it merges each matrix once.
+        If called in the order of a unit's elements, it merges each matrix once.
 
         Raises:
             CheckpointError, TransferError: base or adapters cannot be read.
@@ -82,43 +82,43 @@ class MergedWeights:
         if is_of_base:
             return self._of_base(unit, name, tensor.parameter_shape, start, stop)
 
-        # The last one stays, because a large parameter is asked for in several pieces.
+        # The last one is cached, since a large parameter is read in several pieces.
         if self._last_merged is None or self._last_merged[0] != name:
             self._last_merged = name, self._whole(unit, tensor)
         _, merged = self._last_merged
         return merged[start:stop]
 
     def _whole(self, unit: Unit, tensor: TensorSlice) -> Tensor:
-        """Return a parameter of the plain model that was trained, or has an adapter."""
+        """Return a parameter of the plain model that was trained or has an adapter."""
         if tensor.name in self._copies:
             return self._trained(self._copies[tensor.name])
 
         module_name, base_key = self._adapted[tensor.name]
         shape = tensor.parameter_shape
 
-        # Whole, since an adapter is a product of matrices, and with DoRA rows are scaled by their lengths.
+        # Whole, since an adapter is a product of matrices, and DoRA scales rows by their norms.
         num_elements = math.prod(shape)
         base = self._of_base(unit, tensor.name, shape, 0, num_elements)
         merged = _merged(self._model, module_name, base_key, base.view(shape), self._trained)
         return merged.flatten()
 
     def _of_base(self, unit: Unit, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a parameter as the base has it."""
+        """Return elements [start, stop) of a parameter of the base."""
         run = TensorSlice(name, (stop - start,), 0, whole=shape, offset=start)
         return self._base.read_whole(unit, run)
 
 
 class LayerMerger:
-    """Merges the adapters of a model that is in training, one parameter after the other.
+    """Merges the adapters of a model in training, one parameter after the other.
 
     Attributes:
-        plain: the skeleton of the model that has no adapters.
-        names: the names in there of the parameters that it has, by those in the model with adapters.
+        plain: the skeleton of the model without adapters.
+        names: the names of its parameters, by their names in the model with adapters.
         own_names: the other way round.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Make both skeletons anew: the parameters of the one in training are elsewhere, and its forwards are others.
+        """Build both skeletons again, since the parameters in training are elsewhere and its forwards are replaced.
 
         Args:
             model: the skeleton in training.
@@ -126,15 +126,15 @@ class LayerMerger:
         Raises:
             UnsupportedModelError: the model is not the one that its config describes.
         """
-        # Neither of the two ever runs, so any attention will do.
+        # Neither of them ever runs, so any attention will do.
         self.plain = build_skeleton(model.config, "sdpa")
         self._trained = model
         self._model = copy.deepcopy(self.plain)
 
-        # A copy, as the model in training goes on with its own.
+        # A copy, since the model in training keeps using its own.
         config: Any = copy.copy(adapter_config(model))
 
-        # Neither changes which parameters there are.
+        # Neither setting changes the set of parameters.
         config.init_lora_weights = True
         config.inference_mode = False
         add_given(self._model, config, "")
@@ -162,7 +162,7 @@ class LayerMerger:
         self.own_names = {plain: name for name, plain in self.names.items()}
 
     def parts(self, name: str) -> list[str]:
-        """Return the parameters of the adapter of a parameter of the plain model; none if it has no adapter."""
+        """Return the adapter's parameters for a parameter of the plain model; none if it has no adapter."""
         return self._parts.get(name, [])
 
     def merged(self, name: str, base: Tensor, part: Callable[[str], Tensor]) -> Tensor:
@@ -176,7 +176,7 @@ class LayerMerger:
         module_name, base_key = self._adapted[name]
         shape = self._shapes[f"{module_name}.{base_key}"]
 
-        # The model is trained with the scale that its layer has now, whatever its config says.
+        # The model is trained with its layer's present scale, whatever its config says.
         layer: Any = self._model.get_submodule(module_name)
         trained: Any = self._trained.get_submodule(module_name)
         layer.scaling = dict(trained.scaling)
@@ -195,20 +195,20 @@ def _merged(
         base: its value in the base.
         part: gives parameters of the adapter by their names: flat, fp32.
     """
-    # PEFT merges in place, so it gets a copy of its layer, whose parameters lie on meta.
+    # PEFT merges in place, so it gets a copy of its layer, whose parameters are on meta.
     layer: Any = copy.deepcopy(model.get_submodule(module_name))
     if isinstance(layer.base_layer, QuantisedLinear):
-        # A quantised layer has codes alone, and PEFT merges into a weight.
+        # A quantised layer has only codes, while PEFT merges into a weight.
         layer.base_layer = layer.base_layer.plain()
 
     values = {base_key: base}
     for key, parameter in layer.named_parameters():
-        # A wrapper of one parameter may hold another one's wrapper, whose adapter is merged by itself.
+        # A parameter's wrapper may contain another parameter's wrapper, whose adapter is merged by itself.
         name = f"{module_name}.{key}"
         if is_of_adapter(name) and adapter_module(name) == module_name:
             values[key] = part(name).view(parameter.shape)
 
-    # Not strict, because other parameters of the layer stay on meta. Assigned, because nothing can be copied to meta.
+    # Not strict, since other parameters of the layer stay on meta. Assigned, since nothing can be copied to meta.
     layer.load_state_dict(values, strict=False, assign=True)
     with torch.no_grad():
         layer.merge(adapter_names=[ADAPTER])
@@ -217,14 +217,14 @@ def _merged(
 
 
 def _adapted(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
-    """Return each parameter of the plain model that has an adapter, with the adapter's module and its name in there."""
+    """Return each adapted parameter of the plain model, with the adapter's module and the parameter's name in it."""
     wrapped = {id(wrapper): name for name, wrapper in wrappers_in(model).items()}
     adapted: dict[str, tuple[str, str]] = {}
     for parameter, _ in model.named_parameters():
         if not is_of_adapter(parameter):
             continue
 
-        # A wrapper adapts one parameter of any name, and other modules of PEFT adapt a weight.
+        # A wrapper adapts one parameter of any name, and PEFT's other modules adapt a weight.
         module_name = adapter_module(parameter)
         module = model.get_submodule(module_name)
         name = wrapped.get(id(module), f"{module_name}.base_layer.weight")

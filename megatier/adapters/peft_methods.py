@@ -1,7 +1,7 @@
-"""Says which of PEFT's methods are right at a streamed model, and what is done instead of the others.
+"""Lists which of PEFT's methods work on a streamed model, and what to do instead of the others.
 
-PEFT's methods change modules and weights where they lie, and the weights of a streamed model lie elsewhere. So a method
-is right if it only looks or computes, and refused by name if not. One that is not known here is refused too.
+PEFT's methods change modules and weights in place, while the weights of a streamed model lie elsewhere. So a method
+works if it only reads or computes, and is refused by name otherwise. Unknown methods are refused too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatier.errors import StreamedModelError
 from megatier.models.decoder import is_adapter
 
 _ALLOWED = ""
-"""The method does what it does in PEFT, or what the streamed model's own class says."""
+"""The method works as in PEFT, or as the streamed model's own class defines."""
 BEFORE = (
     "Call it on the PeftModel before megatier.stream takes that, or write the adapters with Streamed.export(folder) "
     "and call it on what PeftModel.from_pretrained(base, folder) loads."
@@ -87,7 +87,8 @@ METHODS: dict[str, str] = {
     "push_to_hub": WRITTEN,
     "save_pretrained": WRITTEN,
 }
-"""The public methods and properties of PEFT's models, and of transformers' models for adapters: what to do instead."""
+"""The public methods and properties of PEFT's models, and of transformers' models for adapters, with what to do
+instead."""
 
 _LAYER_METHODS: dict[str, str] = {
     "delete_adapter": BEFORE,
@@ -103,7 +104,7 @@ _LAYER_METHODS: dict[str, str] = {
     **dict.fromkeys(("corda_init", "loftq_init", "lora_ga_init", "mica_init", "olora_init"), BEFORE),
     **dict.fromkeys(("orthogonal_init", "pissa_init", "init_modules"), BEFORE),
 }
-"""Methods of PEFT's layers that are refused. Their forwards call some of the others, with weights that are bound."""
+"""Refused methods of PEFT's layers. The layers' forwards call some of the other methods, with bound weights."""
 
 _MODEL_METHODS = (
     *("add_adapter", "delete_adapter", "load_adapter", "set_adapter"),
@@ -113,25 +114,25 @@ _MODEL_METHODS = (
 
 
 def refuse_unknown(kind: type[nn.Module]) -> type[nn.Module]:
-    """Let a class over one of PEFT's refuse all public methods of that one which are not known to be right."""
+    """Make a subclass of a PEFT class refuse all of its public methods that are not known to work."""
     kept = {*dir(nn.Module), *vars(kind)}
     for name in dir(kind):
         is_public = not name.startswith("_")
         if not is_public or name in kept or not callable(getattr(kind, name)):
             continue
 
-        # A method of a newer release is refused like one that makes an adapter, until somebody has looked at it.
+        # A method of a newer release is refused like one that makes an adapter, until it has been reviewed.
         remedy = METHODS.get(name, BEFORE)
         if remedy is not _ALLOWED:
-            # A static method takes no instance, and so refuses also what is called on the class.
+            # A static method also refuses calls on the class.
             refusing = functools.partial(refuse, name, remedy)
             setattr(kind, name, staticmethod(refusing))
     return kind
 
 
 def guard_adapters(model: nn.Module) -> None:
-    """Let a streamed model with adapters, and PEFT's layers in it, refuse what would change these or take them out."""
-    # `set_adapter` is right at PEFT's models, where it does nothing here. That of transformers changes modules.
+    """Make a streamed model and PEFT's layers in it refuse methods that would change or remove adapters."""
+    # `set_adapter` of PEFT's models does nothing here, but that of transformers changes modules.
     of_model = {name: METHODS[name] or BEFORE for name in _MODEL_METHODS}
     _guard(model, of_model)
     vars(model)["active_adapters"] = functools.partial(list, [ADAPTER])
@@ -143,7 +144,7 @@ def guard_adapters(model: nn.Module) -> None:
 def _guard(module: nn.Module, refused: dict[str, str]) -> None:
     kind = type(module)
     for name, remedy in refused.items():
-        # On the instance alone, because the class is PEFT's, and other models have it too.
+        # On the instance, since the class is PEFT's, and other models use it too.
         if callable(getattr(kind, name, None)):
             vars(module)[name] = functools.partial(refuse, name, remedy)
 

@@ -1,7 +1,7 @@
-"""A streamed model as the `PeftModel` that libraries over PEFT ask for, TRL's trainers first of all.
+"""Presents a streamed model as the `PeftModel` that libraries on top of PEFT expect, above all TRL's trainers.
 
-They call PEFT's `get_peft_model` for new adapters, or look for a `PeftModel`. The adapters of a streamed model are in
-it already, so nothing is put into it here. This module needs PEFT; it is imported where a model has adapters.
+They call PEFT's `get_peft_model` for new adapters, or look for a `PeftModel`. A streamed model already contains its
+adapters, so nothing is added here. This module needs PEFT, and is imported only if a model has adapters.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megatier.compute.adapted_parameter import is_wrapper, wrappers_in
 from megatier.errors import ConfigError
 
 KIND = "STREAMED"
-"""The task for which PEFT's `get_peft_model` makes a `StreamedPeftModel`."""
+"""The task type for which PEFT's `get_peft_model` makes a `StreamedPeftModel`."""
 
 
 class _AroundStreamed:
-    """The common part of PEFT's models around a streamed one: they are where it is, and have its gradients."""
+    """The common part of PEFT models around a streamed one, which delegate to it."""
 
     get_base_model: Callable[[], PreTrainedModel]
 
     def to(self, *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401 - torch's
-        """Stay where the model computes, or refuse as it does."""
+        """Call the model's `to`, which refuses another device."""
         self.get_base_model().to(*args, **kwargs)
         return self
 
@@ -46,7 +46,7 @@ class _AroundStreamed:
         return self.get_base_model()(*args, **kwargs)
 
     def set_adapter(self, adapter_name: str | list[str], *_: Never, **__: Never) -> None:
-        """Refuse another adapter than the one that there is.
+        """Refuse any adapter but the existing one.
 
         Raises:
             ConfigError: another one is asked for.
@@ -57,7 +57,7 @@ class _AroundStreamed:
 
 @refuse_unknown
 class StreamedLoraModel(_AroundStreamed, LoraModel):  # type: ignore[misc]
-    """The model of PEFT's that holds adapters, around a model in which they are. It gives parameters PEFT's names.
+    """PEFT's adapter-holding model around a streamed model. It gives parameters the names that PEFT uses.
 
     Attributes:
         model: the model.
@@ -69,7 +69,7 @@ class StreamedLoraModel(_AroundStreamed, LoraModel):  # type: ignore[misc]
     model: Any
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take a streamed model; nothing is put into it."""
+        """Take a streamed model. Nothing is added to it."""
         # Not PEFT's own constructor, which puts adapters into a model.
         nn.Module.__init__(self)
         self.model = model
@@ -77,7 +77,7 @@ class StreamedLoraModel(_AroundStreamed, LoraModel):  # type: ignore[misc]
         self.targeted_parameter_names = [base_name(name) for name in wrappers_in(model)]
         self.targeted_module_names = list[str]()
         for name, module in model.named_modules():
-            # Wrappers are listed above, under the parameters that they stand for.
+            # Wrappers are listed above by their parameters.
             if isinstance(module, LoraLayer) and not is_wrapper(module):
                 self.targeted_module_names.append(name)
 

@@ -1,8 +1,8 @@
-"""Reads quantised bases: folders whose matrices are FP8 or NF4, for adapters over them.
+"""Reads quantised bases, whose matrices are stored in FP8 or NF4, for adapters over them.
 
-The linear layers keep what the files hold, codes and scales, on every tier (`compute.quantised_linear`). Whatever else
-is quantised, such as a head or fused experts, is decoded as it is read. Activations are not quantised, whatever the
-config says of them.
+Linear layers keep the stored codes and scales on every tier (`compute.quantised_linear`). Everything else that is
+quantised, such as a head or fused experts, is decoded while it is read. Activations are not quantised, whatever the
+config says.
 
 Formats: `float-quantized` of compressed-tensors (with scales for each channel, tensor, block or group), `fp8` of
 transformers (the blocks of DeepSeek and Qwen), and `nf4` of bitsandbytes, with nested scales or without.
@@ -32,23 +32,23 @@ from megatier.models.weight_files import read_headers
 from megatier.models.weights import SafetensorsFolder, TensorReader, chunks, open_at, read_exactly
 
 _CONFIG_KEY = "quantization_config"
-"""The setting of a model's config that says how its weights are quantised."""
+"""The key of a model's config that describes its quantisation."""
 _SUPPORTED = "FP8 of compressed-tensors or of transformers' fp8, and NF4 of bitsandbytes"
-"""What is decoded here."""
+"""The supported formats."""
 _REMEDY = f"Decoded are {_SUPPORTED}. Take such a version of the model, or one in bf16."
-"""Ends refusals."""
+"""The remedy at the end of error messages."""
 _SCALE_SUFFIXES = ("_scale", "_scale_inv")
-"""Ends of the names of the scales of FP8, after that of the weight."""
+"""Suffixes of the names of FP8 scales, after the weight's name."""
 IN_NF4 = ".quant_state.bitsandbytes__nf4"
-"""End of the name of the tensor whose bytes are the settings of a matrix in NF4, as JSON."""
+"""Suffix of the name of the tensor whose bytes are an NF4 matrix's settings, as JSON."""
 PARTS_OF_NF4 = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-"""Ends of the names of its scales and tables."""
+"""Suffixes of the names of its scales and tables."""
 OFFSET = "nested_offset"
-"""What is added to scales that are quantised themselves, among those settings."""
+"""The setting with the offset that is added to nested scales."""
 OF_ACTIVATIONS = ("input_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale")
-"""Ends of the names of scales that belong to activations, which stay as they are."""
+"""Suffixes of the names of activation scales, which are ignored."""
 STORED_SCALES = ("F32", "BF16", "F16")
-"""Dtypes of scales."""
+"""The stored dtypes of scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class StoredMatrix:
     scheme: Scheme
     """The way in which it is quantised."""
     parts: Mapping[str, StoredTensor | Tensor]
-    """Where its codes and scales lie, by the scheme's names. What stands in the files as text is a tensor."""
+    """Its codes and scales, by the scheme's names. A number that is stored as text is a tensor here."""
 
     def decode(self) -> Tensor:
-        """Read the matrix and decode it; returns its numbers row by row: flat, fp32.
+        """Read and decode the matrix. Return its numbers row by row: flat, fp32.
 
         Raises:
             TransferError: a file has become shorter or unreadable meanwhile.
@@ -70,7 +70,7 @@ class StoredMatrix:
         for name, part in self.scheme.parts.items():
             stored = self.parts[name]
 
-            # In the order of the scheme's parts, which is that of the arguments of `decode`.
+            # In the order of the scheme's parts, as `decode` expects.
             raw.append(_read(stored, 0, part.num_bytes))
 
         matrix = decode(self.scheme, raw, torch.float32)
@@ -87,14 +87,13 @@ class CodesReader(TensorReader):
         held: Mapping[str, StoredTensor | Tensor],
         dtype: torch.dtype,
     ) -> None:
-        """Keep what gives the weights.
+        """Take the sources of the weights.
 
         Args:
             stored: all tensors of the folder.
-            plain: gives those that are no codes or scales, and decoded ones by the names that they have in plain
-                models.
+            plain: reads all other tensors, and decoded ones by their names in plain models.
             held: the stored codes and scales, by the names of their parameters.
-            dtype: of the unit's weights, whose elements carry the bytes.
+            dtype: the dtype of the unit's weights, whose elements carry the bytes.
         """
         self.stored = stored
         self._plain = plain
@@ -104,7 +103,7 @@ class CodesReader(TensorReader):
     def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a parameter; see `WeightReader`.
 
-        Elements that carry bytes may be any numbers, and also such that are none: their bits are what counts.
+        Elements that carry bytes may have any bits, NaN included.
         """
         stored = self._held.get(tensor.name)
         if stored is None:
@@ -117,7 +116,7 @@ class CodesReader(TensorReader):
             end_byte = (first + stop) * self._item_bytes
             raw = _read(stored, first_byte, end_byte)
 
-            # All readers give fp32, of which a unit in bf16 keeps the upper halves.
+            # Readers return fp32, of which a bf16 unit keeps the upper halves.
             values = raw.view(torch.float32) if self._item_bytes > 2 else _widened(raw)
             yield tensor.start + start, values
 
@@ -136,12 +135,13 @@ def open_quantised(
         folder: the model's folder.
         config: its config.
         attention: as for `build_skeleton`.
-        dtype: in which it computes: linear layers keep their codes. None: a plain model, decoded as it is read.
+        dtype: the compute dtype, with which linear layers keep their codes; None: a plain model, decoded while it is
+            read.
 
     Raises:
-        UnsupportedModelError: it is quantised in another way, or the files do not fit the config.
+        UnsupportedModelError: the format is not supported, or the files do not match the config.
     """
-    # The skeleton is that of a plain model, so its config must not say that weights are quantised.
+    # The skeleton is that of a plain model, so its config must not mention quantisation.
     config = copy.deepcopy(config)
     settings = getattr(config, _CONFIG_KEY)
     delattr(config, _CONFIG_KEY)
@@ -154,7 +154,7 @@ def open_quantised(
     decoding = {name: matrix.decode for name, matrix in matrices.items()}
     reader = SafetensorsFolder(folder, model, _as_decoded(stored, matrices), decoding)
 
-    # Decoded as it is read, for callers that want the numbers and train no adapters.
+    # Decoded while it is read, for callers that need the numbers and train no adapters.
     if dtype is None:
         return model, reader
 
@@ -163,11 +163,11 @@ def open_quantised(
 
 
 def _as_decoded(stored: Mapping[str, StoredTensor], matrices: Mapping[str, StoredMatrix]) -> dict[str, StoredTensor]:
-    """Return a folder's tensors with quantised ones as they are when they are decoded, and without their scales.
+    """Return a folder's tensors, with quantised ones described as decoded and without their scales.
 
-    So names and shapes are compared as those of any model.
+    So names and shapes can be checked as for any model.
     """
-    # The settings of NF4 are stored as a tensor too, which no model has.
+    # NF4's settings are stored as a tensor too, which no model has.
     scales = {f"{name}{IN_NF4}" for name in matrices}
     for matrix in matrices.values():
         for part_name, part in matrix.parts.items():
@@ -190,11 +190,11 @@ def find_matrices(
 
     Args:
         folder: the folder, for messages.
-        settings: says how they are quantised.
+        settings: the quantisation config.
         stored: all tensors of the folder.
 
     Raises:
-        UnsupportedModelError: they are quantised in another way, or a scale is missing. Names it.
+        UnsupportedModelError: the format is not supported, or a scale is missing. The message names it.
     """
     weights = [tensor for name, tensor in stored.items() if name.endswith(".weight")]
     in_fp8 = [tensor for tensor in weights if tensor.dtype == "F8_E4M3"]
@@ -206,7 +206,7 @@ def find_matrices(
         block = _pair(settings.get("weight_block_size"))
         matrices = {tensor.name: _fp8(tensor, stored, block) for tensor in in_fp8}
     elif method == "bitsandbytes":
-        # The codes are plain bytes, so a matrix is known by the settings that are stored beside it.
+        # The codes are plain bytes, so a matrix is recognised by the settings that are stored with it.
         in_nf4 = [tensor for tensor in weights if f"{tensor.name}{IN_NF4}" in stored]
         matrices = {tensor.name: _nf4(tensor, stored) for tensor in in_nf4}
     else:
@@ -222,12 +222,12 @@ def find_matrices(
 def _holding_codes(
     model: PreTrainedModel, reader: SafetensorsFolder, matrices: Mapping[str, StoredMatrix], dtype: torch.dtype
 ) -> dict[str, StoredTensor | Tensor]:
-    """Let the linear layers of a skeleton keep the codes of their weights; returns these by their parameters' names."""
+    """Replace linear layers of a skeleton by ones that keep codes. Return the stored parts by parameter name."""
     held: dict[str, StoredTensor | Tensor] = {}
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
 
-    # The loss computes with the head's weight itself. What stays in fp32 lies in units of another dtype.
+    # The loss uses the head's weight itself. Layers that stay in fp32 lie in units of another dtype.
     in_fp32 = names_in_fp32(model, [f"{name}.weight" for name in linear])
     for name, module in linear.items():
         weight = f"{name}.weight"
@@ -242,12 +242,12 @@ def _holding_codes(
 
 
 def _checked_groups(folder: Path, settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the blocks of weights that compressed-tensors notes; None: scales are of rows or whole matrices.
+    """Return the block size in a compressed-tensors config; None: scales are for rows or whole matrices.
 
     Raises:
-        UnsupportedModelError: a group of layers is quantised in another way.
+        UnsupportedModelError: a group of layers has an unsupported format.
     """
-    # The file is a stranger's, so each level is looked at before it is used.
+    # The file may be malformed, so each level is checked before it is used.
     groups = settings.get("config_groups")
     block: tuple[int, int] | None = None
     for group in groups.values() if isinstance(groups, dict) else ():
@@ -262,7 +262,7 @@ def _checked_groups(folder: Path, settings: Mapping[str, Any]) -> tuple[int, int
             what = f"{kind} of {bits} bits, {settings.get('format')}"
             raise UnsupportedModelError(f"{folder}: its weights are quantised as {shown(what)}. {_REMEDY}")
 
-        # Groups are runs of a row, and so blocks with one row.
+        # Groups are runs within a row, so blocks of one row.
         structure = _pair(weights.get("block_structure"))
         group_size = weights.get("group_size")
         if structure is not None:
@@ -276,9 +276,9 @@ def _fp8(tensor: StoredTensor, stored: Mapping[str, StoredTensor], block: tuple[
     """Return a matrix in FP8.
 
     Raises:
-        UnsupportedModelError: its scale is missing, or does not fit.
+        UnsupportedModelError: its scale is missing or does not match.
     """
-    # compressed-tensors stores what codes are multiplied by, and so does transformers, which calls it inverse.
+    # Both compressed-tensors and transformers store the factor of the codes, though transformers calls it inverse.
     names = [f"{tensor.name}{end}" for end in _SCALE_SUFFIXES]
     scale = next((stored[name] for name in names if name in stored), None)
     if scale is None:
@@ -289,7 +289,7 @@ def _fp8(tensor: StoredTensor, stored: Mapping[str, StoredTensor], block: tuple[
     if not is_matrix or scale.dtype not in STORED_SCALES:
         raise _refused(tensor, f"is FP8 and has the shape {shape}, and scales of {shown(scale.dtype)}")
 
-    # One number is of the whole matrix, and a column of them of its rows, whatever the config says of blocks.
+    # One number is a scale of the whole matrix, and a column has one for each row, whatever the config says of blocks.
     rows, columns = shape
     if math.prod(scale.shape) == 1:
         block = rows, columns
@@ -304,7 +304,7 @@ def _fp8(tensor: StoredTensor, stored: Mapping[str, StoredTensor], block: tuple[
 
 
 def _num_blocks(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
-    """Return how many blocks a matrix has downwards and across, the last of which may be cut off."""
+    """Return the number of blocks in a matrix, down and across. The last ones may be partial."""
     height, width = block
     return -(-rows // height), -(-columns // width)
 
@@ -313,7 +313,7 @@ def _nf4(tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> StoredMatr
     """Return a matrix in NF4.
 
     Raises:
-        UnsupportedModelError: a part of it is missing, or does not fit.
+        UnsupportedModelError: a part of it is missing or does not match.
     """
     scheme, offset = _nf4_settings(stored[f"{tensor.name}{IN_NF4}"])
     parts = {CODES: tensor}
@@ -322,7 +322,7 @@ def _nf4(tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> StoredMatr
         if name in stored:
             parts[end] = stored[name]
 
-    # The offset stands among the settings, and so is no stored tensor.
+    # The offset is in the settings, so it is not a stored tensor.
     wanted = {name: part for name, part in scheme.parts.items() if name != OFFSET}
     wrong = sorted(parts.keys() ^ wanted.keys())
     wrong += [name for name, part in wanted.items() if name in parts and parts[name].num_bytes != part.num_bytes]
@@ -336,12 +336,12 @@ def _nf4(tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> StoredMatr
 
 
 def _nf4_settings(stored: StoredTensor) -> tuple[Nf4, float]:
-    """Return how a matrix in NF4 is quantised, and the offset of its scales, from the settings stored beside it.
+    """Return the scheme of an NF4 matrix and the offset of its scales, from its stored settings.
 
     Raises:
-        UnsupportedModelError: they are none of a matrix in NF4.
+        UnsupportedModelError: they are not those of an NF4 matrix.
     """
-    # Bounded before it is read: the file of a stranger may hold anything.
+    # Bounded before it is read, since the file may hold anything.
     if stored.num_bytes > SETTINGS_BYTES_MAX:
         raise _refused(stored, "is too large for settings")
 
@@ -349,7 +349,7 @@ def _nf4_settings(stored: StoredTensor) -> tuple[Nf4, float]:
     settings = parse_json(raw, f"{stored.path}: tensor {shown(stored.name)}", UnsupportedModelError)
     match settings:
         case {"quant_type": "nf4", "shape": [int(rows), int(columns)], "blocksize": int(block)} if (
-            # A byte has two codes.
+            # A byte holds two codes.
             min(rows, columns, block) > 0 and rows * columns % 2 == 0
         ):
             nested = settings.get("nested_blocksize")
@@ -357,7 +357,7 @@ def _nf4_settings(stored: StoredTensor) -> tuple[Nf4, float]:
         case _:
             raise _refused(stored, "has no settings of a matrix in NF4")
 
-    # Not isinstance, because JSON's true is an int to Python.
+    # Not isinstance, since JSON's true is an int in Python.
     is_nested = type(nested) is int and nested > 0
     if not (nested is None or is_nested) or not isinstance(offset, float):
         raise _refused(stored, "has no settings of nested scales")
@@ -365,12 +365,12 @@ def _nf4_settings(stored: StoredTensor) -> tuple[Nf4, float]:
 
 
 def _is_of_activations(name: str) -> bool:
-    """Return whether a stored tensor is a scale of activations."""
+    """Return whether a stored tensor is an activation scale."""
     return name.rpartition(".")[2] in OF_ACTIVATIONS
 
 
 def _pair(value: object) -> tuple[int, int] | None:
-    """Return two sizes above 0; None: the value is something else."""
+    """Return two positive sizes; None: the value is something else."""
     match value:
         case [int(rows), int(columns)] if min(rows, columns) > 0:
             return rows, columns
@@ -384,7 +384,7 @@ def _refused(tensor: StoredTensor, what: str) -> UnsupportedModelError:
 
 
 def _read(stored: StoredTensor | Tensor, start: int, stop: int) -> Tensor:
-    """Return bytes [start, stop) of a stored tensor, or of one in RAM, with 0 beyond its end.
+    """Return bytes [start, stop) of a stored tensor or one in RAM, padded with 0 beyond its end.
 
     Raises:
         TransferError: the file has become shorter or unreadable meanwhile.
@@ -404,6 +404,6 @@ def _read(stored: StoredTensor | Tensor, start: int, stop: int) -> Tensor:
 
 
 def _widened(raw: Tensor) -> Tensor:
-    """Return the fp32 numbers whose bits end with 0 and begin with two bytes each, which a bf16 has."""
+    """Return fp32 numbers whose upper halves are the given pairs of bytes, each a bf16."""
     bits = raw.view(torch.int16).int() << 16
     return bits.view(torch.float32)

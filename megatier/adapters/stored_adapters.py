@@ -1,4 +1,4 @@
-"""Reads adapters from a folder in PEFT's format: their config, and weights for a model that has them."""
+"""Reads adapters from a folder in PEFT's format: their config and their weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatier.models.weights import FULL_PRECISION_NAMES, read_bytes
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Begins the names of all parameters in a folder of adapters."""
+"""The prefix of all parameter names in an adapter folder."""
 BASE = "base"
-"""The entry of the weights' metadata that says which base an adapter was trained over: `base.identity_of` as JSON."""
+"""The metadata entry of the weights with the identity of the adapter's base: `base.identity_of` as JSON."""
 
 _TAKEN_SETTINGS = (
     "r",
@@ -37,7 +37,7 @@ _TAKEN_SETTINGS = (
     "layers_to_transform",
     "layers_pattern",
 )
-"""Settings of PEFT's config that are taken as they are."""
+"""Settings of PEFT's config that are used."""
 _IGNORED_SETTINGS = (
     "auto_mapping",
     "base_model_name_or_path",
@@ -56,36 +56,36 @@ _IGNORED_SETTINGS = (
     "corda_config",
     "lora_ga_config",
 )
-"""Settings that say nothing of the layers: of first values, of names, of other programs."""
+"""Settings that do not affect the layers: about first values, names and other programs."""
 _INIT_METHODS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Ways to make first values that leave the base as it is."""
+"""Initialisations that do not change the base."""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of a folder's adapters, as PEFT's `LoraConfig` takes them.
+    """Return the settings of a folder's adapters, as arguments of PEFT's `LoraConfig`.
 
     Raises:
-        ConfigError: there is none, or it is of a kind that is not trained here. Names the setting.
+        ConfigError: there are none, or they are not supported. The message names the setting.
     """
     return checked_settings(read_config(folder), f"model.lora.adapter: {folder / ADAPTER_FILE}")
 
 
 def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings of a config of PEFT's that its `LoraConfig` is made of here.
+    """Return the supported settings of a PEFT config, and check the others.
 
     Args:
         config: the config, with its kind.
-        where: begins messages.
+        where: the beginning of messages.
 
     Raises:
-        ConfigError: adapters of this kind are not trained here. Names the setting.
+        ConfigError: adapters of this kind are not supported. The message names the setting.
     """
-    # The other kinds of PEFT (prefixes, IA3, ...) put other things into a model than the layers that are streamed here.
+    # PEFT's other kinds (prefixes, IA3, ...) add other things to a model than the layers that are streamed here.
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ConfigError(f"{where} is of the kind {shown(str(kind))}; LORA alone is trained here.")
 
-    # A setting that is not known here may say anything of the layers, unless it is off.
+    # An unknown setting may affect the layers, unless it is off.
     is_refused = {
         "bias": config.get("bias", "none") != "none",
         "init_lora_weights": config.get("init_lora_weights") not in _INIT_METHODS,
@@ -103,7 +103,7 @@ def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config of a folder of adapters, as it is written there.
+    """Return the config of an adapter folder, as stored.
 
     Raises:
         ConfigError: there is none.
@@ -117,7 +117,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 class StoredAdapter:
-    """The weights of a folder of adapters, by the names that they have in a model."""
+    """The weights of an adapter folder, by their names in a model."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, names: Mapping[str, str]) -> None:
         """Check the weights' header against the adapters in a model.
@@ -125,12 +125,12 @@ class StoredAdapter:
         Args:
             folder: the folder of adapters.
             model: the skeleton with such adapters.
-            names: the parameters of the adapters, by the names that they have in a folder.
+            names: the parameters of the adapters, by their names in a folder.
 
         Raises:
-            ConfigError: a tensor is missing, superfluous, of another shape or not in full precision. Names it.
+            ConfigError: a tensor is missing, unknown, of another shape or not in full precision. The message names it.
         """
-        # Older releases of PEFT wrote a pickle instead, which would run code when it is opened.
+        # Older releases of PEFT wrote a pickle instead, which could run code when it is loaded.
         path = folder / WEIGHTS_FILE
         if not path.is_file():
             raise ConfigError(
@@ -141,7 +141,7 @@ class StoredAdapter:
         stored = read_header(path)
         odd = sorted(stored.keys() ^ names.keys())
 
-        # PEFT also stores what an embedding's adapter is around, unless it is told not to.
+        # PEFT also stores the embedding itself with an embedding's adapter, unless it is told not to.
         if odd and all(name in stored and ".base_layer." in name for name in odd):
             raise ConfigError(
                 f"model.lora.adapter: {path} holds weights of the base too, such as {shown(odd[0])}. Load it with "
@@ -170,13 +170,13 @@ class StoredAdapter:
         """
         stored = self._stored[name]
 
-        # Whole at once: an adapter's matrices are small.
+        # At once, since an adapter's matrices are small.
         raw = read_bytes(stored, 0, stored.num_bytes)
         return raw.view(SAFETENSORS_DTYPES[stored.dtype]).float()
 
 
 def noted_base(folder: Path) -> dict[str, str] | None:
-    """Return the identity of the base that a folder of adapters was trained over; None: it does not say.
+    """Return the identity of an adapter folder's base; None: it is not stored.
 
     Raises:
         ConfigError: the weights have no header.
@@ -185,7 +185,7 @@ def noted_base(folder: Path) -> dict[str, str] | None:
     if not path.is_file():
         return None
 
-    # Not `read_header`, which leaves out the metadata.
+    # Not `read_header`, which omits the metadata.
     with opened(path, ConfigError) as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         raw = file.read(min(header_bytes, TABLE_BYTES_MAX))
@@ -204,7 +204,7 @@ def noted_base(folder: Path) -> dict[str, str] | None:
 
 
 def _check(path: Path, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    """Compare a tensor with the parameter that it is for.
+    """Check a stored tensor against its parameter.
 
     Raises:
         ConfigError: it is of another shape, or not in full precision.

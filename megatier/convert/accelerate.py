@@ -1,4 +1,4 @@
-"""Converts the YAML of `accelerate config`, which says how a script is launched, and little of what it trains."""
+"""Converts the YAML of `accelerate config`, which describes how a script is launched, and little of the training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatier.convert.common import BUDGETS, SHARED_STATE
 from megatier.convert.conversion import Conversion, becomes, below, turns_on
 
 ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
-"""Keys that each of these files has, and no other format."""
+"""Keys that all of these files have, and no other format."""
 
 _DEEPSPEED = "deepspeed_config"
 _FSDP = "fsdp_config"
@@ -14,7 +14,7 @@ _NOT_THERE = "there is nothing like it here"
 
 
 def _precision(made: Conversion, key: str) -> None:
-    # YAML reads a `no` without quotes as false.
+    # YAML reads an unquoted `no` as false.
     kind = "no" if made.raw(key) is False else made.text(key, "no", "bf16", "fp16", "fp8")
     if kind == "fp16":
         made.leave(key, "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling", differs=True)
@@ -33,7 +33,7 @@ def _compilation(made: Conversion, key: str) -> None:
 
 
 def _mounts(made: Conversion, key: str) -> None:
-    # Optimizer and parameters may lie on different drives; `none` stands for no path.
+    # Optimizer and parameters may lie on different drives, and `none` means no path.
     keys = (key, f"{_DEEPSPEED}.offload_param_nvme_path")
     paths = {name: made.text(name) for name in keys if made.raw(name) not in (None, "none", "None")}
     for name in paths:
@@ -76,4 +76,4 @@ _DIFFERING = {
     **below(_DEEPSPEED, {"gradient_accumulation_steps": "set train.batch, and train.groups to this"}),
 }
 ACCELERATE_TABLE = _RULES, _REASONS, _DIFFERING
-"""What becomes of accelerate's keys; see `Conversion.convert`."""
+"""The conversion of accelerate's keys; see `Conversion.convert`."""

@@ -1,4 +1,4 @@
-"""Converts Axolotl's YAML. Keys that it does not give take its defaults if those change numbers."""
+"""Converts Axolotl's YAML. Missing keys take Axolotl's defaults if those change results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatier.data.formats import RECORD_FORMATS
 from megatier.errors import ConfigError
 
 AXOLOTL_KEY = "base_model"
-"""The key that each of these files has, and no other format."""
+"""The key that all of these files have, and no other format."""
 
 _LORA_KEYS = {
     "rank": "lora_r",
@@ -26,12 +26,12 @@ _LORA_KEYS = {
     "dora": "peft_use_dora",
     "modules_to_save": "lora_modules_to_save",
 }
-"""Keys by the names of our settings of adapters."""
+"""Axolotl's keys, by our names of the adapter settings."""
 CHATS = {"chat_template": "messages", "alpaca": "alpaca", "sharegpt": "sharegpt", "completion": None}
-"""`data.chat` by the type of a dataset, and None for texts."""
+"""`data.chat` by the type of a dataset; None for plain text."""
 OF_FILES = {"path", "type", "field", "ds_type", "data_files"}
 OF_HUB = {"path", "type", "field", "name", "split"}
-"""Keys that are read of datasets that are files, and of those on the hub."""
+"""The supported keys of datasets that are files, and of those on the hub."""
 USUAL = {
     "split": "train",
     "field_messages": "messages",
@@ -41,14 +41,14 @@ USUAL = {
     "message_field_content": "content",
     "chat_template": "tokenizer_default",
 }
-"""Other keys of a dataset, with the values by which nothing changes here."""
+"""Other keys of a dataset, with the values that match what happens here anyway."""
 OBJECTIVES = ("rl", "reward_model", "process_reward_model")
-"""Keys by which something else than a language model is trained."""
+"""Keys of training objectives other than language modelling."""
 _ATTENTION = {"sdp_attention": "sdpa", "eager_attention": "eager", "flex_attention": "flex_attention"}
 
 
 def _model(made: Conversion, key: str) -> None:
-    """Refuse what would be trained as something else, and convert model and adapters."""
+    """Refuse other objectives, and convert model and adapters."""
     for name in OBJECTIVES:
         if made.raw(name):
             raise ConfigError(
@@ -62,9 +62,9 @@ def _model(made: Conversion, key: str) -> None:
     if kind not in (None, "lora", "qlora"):
         raise ConfigError(f"{made.source}: adapter is {kind}; megatier trains lora, or the whole model.")
     if kind is not None:
-        # One setting of ours has all of these, and each of them gets its finding. Alpha is PEFT's default.
+        # One setting of ours covers all of these keys, and each gets a finding. Alpha's default is PEFT's.
         lora = common.lora_of(made, _LORA_KEYS, rank=8, alpha=8.0)
-        # Axolotl takes all linear layers besides those that are named.
+        # Axolotl adds all linear layers to those that are named.
         if made.flag("lora_target_linear"):
             lora["targets"] = [ALL_LINEAR]
         remark = f"needs megatier[lora]; {QUANTISED}" if kind == "qlora" else "needs megatier[lora]"
@@ -74,12 +74,12 @@ def _model(made: Conversion, key: str) -> None:
 
 
 def _computing(made: Conversion, key: str) -> None:
-    # `auto` is Axolotl's default, and means bf16 wherever there is bf16. `full` makes weights and moments narrow too.
+    # `auto` is Axolotl's default and means bf16 where supported. `full` also makes weights and moments bf16.
     is_full = made.raw(key) == "full"
     is_off = not is_full and made.flag(key) is False
     is_fp16 = bool(made.raw("fp16"))
 
-    # There fp16 is mixed precision as well, and bf16 is what stands for it here.
+    # fp16 is mixed precision there too, for which bf16 is used here.
     dtype = "fp32" if is_off and not is_fp16 else "bf16"
     made.carry(key, {"model.compute_dtype": dtype}, "masters and moments are fp32", differs=is_full)
 
@@ -108,7 +108,7 @@ def _warmup(made: Conversion, key: str) -> None:
 def _activations(made: Conversion, key: str) -> None:
     value = made.raw(key)
 
-    # Besides true and false Axolotl has the words offload and offload_disk.
+    # Besides true and false, Axolotl has the values offload and offload_disk.
     policy = "recompute" if value else "keep"
     if isinstance(value, str) and value.startswith("offload"):
         policy = "offload"
@@ -116,7 +116,7 @@ def _activations(made: Conversion, key: str) -> None:
 
 
 def _data(made: Conversion, key: str) -> None:
-    """Convert the datasets if they are files of one shape, or one dataset of the hub."""
+    """Convert the datasets if they are files of one format, or one dataset of the hub."""
     datasets = made.raw(key)
     if not isinstance(datasets, list) or not datasets or not all(isinstance(each, dict) for each in datasets):
         made.leave(key, "set data.files or data.dataset", differs=True)
@@ -126,7 +126,7 @@ def _data(made: Conversion, key: str) -> None:
     are_files = [_is_file(each) for each in datasets]
     is_one = len(datasets) == 1 and not any(are_files)
 
-    # One `data.chat` says the shape of all files of a run.
+    # One `data.chat` applies to all files of a run.
     if None in shapes or any(shape != shapes[0] for shape in shapes) or not (is_one or all(are_files)):
         why = "set data.files and data.chat by hand: datasets are files of one shape here, or one dataset of the hub"
         made.leave(key, why, differs=True)
@@ -146,7 +146,7 @@ def _data(made: Conversion, key: str) -> None:
 
 
 def _shape(dataset: Mapping[str, Any]) -> dict[str, object] | None:
-    """Return the settings of a dataset's shape; None: it is none that is read here."""
+    """Return the settings of a dataset's format; None: it is not supported here."""
     kind = str(dataset.get("type") or "")
     if kind not in CHATS or not (dataset.get("path") or dataset.get("data_files")):
         return None
@@ -155,14 +155,14 @@ def _shape(dataset: Mapping[str, Any]) -> dict[str, object] | None:
 
 
 def _is_file(dataset: Mapping[str, Any]) -> bool:
-    """Return whether a dataset is files on this machine, and no name on the hub."""
+    """Return whether a dataset is files on this machine, rather than a name on the hub."""
     if "data_files" in dataset:
         return True
     path = str(dataset.get("path") or "")
     if path.startswith(("/", ".", "~")):
         return True
 
-    # A name on the hub may have a dot as well, so only suffixes of files that can be read tell a file.
+    # A name on the hub may contain a dot too, so only known file suffixes identify a file.
     suffixes = PurePath(path).suffixes
     return any(suffix in RECORD_FORMATS for suffix in suffixes)
 
@@ -183,12 +183,12 @@ def _on_hub(dataset: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _is_taken(name: str, value: object, read: set[str]) -> bool:
-    """Return whether a key of a dataset was read, or changes nothing."""
+    """Return whether a key of a dataset was used, or changes nothing."""
     return name in read or value is None or USUAL.get(name) == value
 
 
 def _trackers(made: Conversion, key: str) -> None:
-    """Convert the keys by which Axolotl reports to each tracker."""
+    """Convert Axolotl's keys for trackers."""
     asked = {
         "wandb": ("wandb_project", "use_wandb"),
         "mlflow": ("mlflow_experiment_name", "mlflow_tracking_uri", "use_mlflow"),
@@ -207,12 +207,12 @@ def _trackers(made: Conversion, key: str) -> None:
     for tracker, keys in asked.items():
         for name in keys:
             if made.raw(name):
-                # Each key carries all names, since a later carry overrides an earlier one.
+                # Each key sets all names, since a later one overrides an earlier one.
                 remark = f"and set {variables[name]} in the environment" if name in variables else ""
                 made.carry(name, {"output.report_to": names}, remark)
             made.leave(name, f"nothing is sent to {tracker} unless output.report_to says so")
 
-    # These alone turn nothing on, but say where the figures go.
+    # These do not enable a tracker, but configure it.
     for name in ("wandb_entity", "wandb_mode"):
         made.leave(name, f"set {variables[name]} in the environment")
 
@@ -287,6 +287,6 @@ _DIFFERING = {
     "lora_fan_in_fan_out": "weights lie as the model has them",
     "plugins": "plugins of Axolotl run in Axolotl alone",
 }
-# Its files name many keys that are off.
+# Axolotl's files often name keys that are off.
 AXOLOTL_TABLE: Table = ({**_RULES, **common.if_on(_DIFFERING)}, _REASONS, {})
-"""What becomes of Axolotl's keys; see `Conversion.convert`."""
+"""The conversion of Axolotl's keys; see `Conversion.convert`."""
