@@ -1,6 +1,6 @@
-"""Converts keys that several trainers share, most of them by the names of Hugging Face's arguments.
+"""Converts keys that several trainers share, most of them Hugging Face's arguments.
 
-LLaMA-Factory and Axolotl hand these on to the Trainer, so they mean the same in both. Each has defaults of its own.
+LLaMA-Factory and Axolotl pass these to the Trainer, so they mean the same in both. Each has its own defaults.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
 
 def _every(made: Conversion, key: str) -> int | None:
-    """Return every how many steps something is done. Below 1 it is a share of all steps, as for the Trainer.
+    """Return an interval in steps. Below 1 it is a share of all steps, as in the Trainer.
 
     Raises:
         ConfigError: the file does not say how many steps there are.
@@ -27,7 +27,7 @@ def _every(made: Conversion, key: str) -> int | None:
     if share is None or not 0 < share < 1:
         return made.count(key)
 
-    # Where the rule of the steps came first, it has taken the key.
+    # If the rule for steps ran first, it has already converted the key.
     steps = made.settings.get("train.steps") or made.number("max_steps")
     if not isinstance(steps, int | float) or steps <= 0:
         raise ConfigError(
@@ -35,7 +35,7 @@ def _every(made: Conversion, key: str) -> int | None:
             "data are read. Set max_steps there, or a whole number of steps here."
         )
 
-    # The Trainer rounds up as well.
+    # Rounded up, as in the Trainer.
     return math.ceil(steps * share)
 
 
@@ -52,12 +52,12 @@ _KEYS: Mapping[str, tuple[str, Callable[[Conversion, str], object]]] = {
     "save_total_limit": ("output.keep_checkpoints", Conversion.count),
     "eval_steps": ("train.evaluate_every", _every),
 }
-"""Keys that are one setting, and how their values are read."""
+"""Keys that correspond to one setting, and how their values are read."""
 _SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
     "constant": "constant",
-    # A warm-up is no part of a schedule here, but a setting of its own.
+    # Warm-up is a separate setting here, not a part of a schedule.
     "constant_with_warmup": "constant",
 }
 PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit")
@@ -95,7 +95,7 @@ COMMON_REASONS = {
     "hub_strategy": "the model is uploaded once, at the end",
     "hub_private_repo": "a new repository is private, unless output.hub_private_repo is false",
 }
-"""Why keys have no counterpart that changes numbers."""
+"""Why keys have no counterpart, if results stay the same without them."""
 COMMON_DIFFERING = {
     "fp16": "model.compute_dtype stays bf16, which needs no loss scaling",
     "warmup_ratio": "train.warmup_steps overrules it, as there",
@@ -103,26 +103,26 @@ COMMON_DIFFERING = {
     "loraplus_lr_ratio": "all parameters of adapters have one learning rate",
     "neftune_noise_alpha": "there is no noise on embeddings",
 }
-"""The same of keys without which numbers may differ."""
+"""Why keys have no counterpart, if results may differ without them."""
 
 
 def common(**defaults: object) -> dict[str, Rule]:
-    """Return the rules of keys that are one setting.
+    """Return the rules of keys that correspond to one setting.
 
     Args:
-        defaults: what the trainer takes for keys that its file leaves out.
+        defaults: the trainer's defaults for missing keys.
     """
     return {key: becomes(setting, read, defaults.get(key)) for key, (setting, read) in _KEYS.items()}
 
 
 def sequence_length(default: int) -> Rule:
-    """Return the rule of the key that says how many tokens a sequence has."""
+    """Return the rule of the key for the sequence length."""
     remark = "sequences are packed, and longer documents are cut"
     return becomes("data.sequence_length", COUNT_FROM_2, default, remark, differs=True)
 
 
 def if_on(table: Mapping[str, str]) -> dict[str, Rule]:
-    """Return rules of keys that are left, and without which numbers may differ unless they are off or empty."""
+    """Return rules of keys without a counterpart, without which results may differ unless they are off or empty."""
     return {key: partial(_leave_if_on, why=why) for key, why in table.items()}
 
 
@@ -132,7 +132,7 @@ def _leave_if_on(made: Conversion, key: str, why: str) -> None:
 
 
 def named(made: Conversion, key: str) -> list[str]:
-    """Return names that stand in a list, or in one text with commas."""
+    """Return names from a list, or from comma-separated text."""
     value = made.raw(key)
     if not isinstance(value, list):
         value = (made.text(key) or "").split(",")
@@ -146,14 +146,14 @@ def lora_of(made: Conversion, keys: Mapping[str, str], rank: int, alpha: float |
     Args:
         made: the conversion.
         keys: the trainer's keys by the names of the settings.
-        rank: its default of the rank.
-        alpha: its default of alpha; None: twice the rank.
+        rank: its default rank.
+        alpha: its default alpha; None: twice the rank.
     """
     rank = made.count(keys["rank"]) or rank
     given = made.number(keys["alpha"])
     default = 2 * rank if alpha is None else alpha
 
-    # The same words as in PEFT, but for the one that stands for all linear layers.
+    # PEFT's words, except the one for all linear layers.
     targets = named(made, keys["targets"]) or ["all"]
     return {
         "rank": rank,
@@ -167,27 +167,27 @@ def lora_of(made: Conversion, keys: Mapping[str, str], rank: int, alpha: float |
 
 
 def batches(made: Conversion, key: str, *, batch: int, epochs_key: str, epochs: float) -> None:
-    """Convert the batch and how many steps there are.
+    """Convert the batch size and the number of steps.
 
     Args:
         made: the conversion.
-        key: the trainer's key of the sequences that a device takes at once.
+        key: the trainer's key for sequences per device and micro-batch.
         batch: its default.
-        epochs_key: the trainer's key of the epochs.
+        epochs_key: the trainer's key for epochs.
         epochs: its default.
     """
     each = made.count(key) or batch
     groups = made.count("gradient_accumulation_steps") or 1
 
-    # The file does not say how many devices there were.
+    # The file does not say how many devices were used.
     made.carry(key, {"train.batch": each * groups}, "of one device; several have as many each", differs=True)
     made.carry("gradient_accumulation_steps", {"train.groups": groups})
     _length(made, epochs_key, epochs)
 
 
 def _length(made: Conversion, epochs_key: str, epochs: float) -> None:
-    """Convert how long the run is: steps go before epochs, of which the trainer has a default."""
-    # The default of steps is -1, which means none.
+    """Convert the length of the run. Steps take precedence over epochs, which have a default."""
+    # The default of -1 steps means none.
     steps = made.number("max_steps")
     if steps is not None and steps > 0:
         made.carry("max_steps", {"train.steps": made.count("max_steps")})
@@ -198,7 +198,7 @@ def _length(made: Conversion, epochs_key: str, epochs: float) -> None:
 
 
 def optimizer(made: Conversion, key: str) -> None:
-    """Convert the optimizer by Hugging Face's name for it. Of others a table says why they are left."""
+    """Convert the optimizer, by Hugging Face's name."""
     name = made.text(key)
     if name in PLAIN_ADAMW:
         made.carry(key, {}, "AdamW, as train.optimizer says")
@@ -211,7 +211,7 @@ def optimizer(made: Conversion, key: str) -> None:
     elif name == "muon":
         made.carry(key, {"train.optimizer": "muon"}, "in Moonshot's form", differs=True)
 
-    # This does nothing where the key was carried, which takes it out of what waits.
+    # This does nothing if the key was carried, since it is no longer pending then.
     made.leave(key, f"train.optimizer is {in_words(OPTIMIZER_NAMES)}", differs=True)
 
 
@@ -226,7 +226,7 @@ def schedule(made: Conversion, key: str, default: str) -> None:
         made.carry(key, {"train.schedule": _SCHEDULES[name]})
     made.leave(key, "train.schedule is constant, linear, cosine or wsd", differs=True)
 
-    # A config has steps beside a ratio only if they are to overrule it.
+    # In a config, steps override a ratio.
     warmup = made.count("warmup_steps", 0)
     ratio = made.number("warmup_ratio")
     if not warmup and ratio:
@@ -236,10 +236,10 @@ def schedule(made: Conversion, key: str, default: str) -> None:
 
 
 def holdout(made: Conversion, key: str) -> None:
-    """Convert a share of the documents that is held out. Without the key nothing is."""
+    """Convert the share of held-out documents. Without the key none are."""
     share = made.number(key) if made.has(key) else 0.0
 
-    # A size of 1 and more is a number of documents there.
+    # A size of 1 or more is a number of documents there.
     is_share = share is not None and 0 <= share < 1
     if is_share:
         made.carry(key, {"data.holdout_fraction": share})
@@ -247,9 +247,9 @@ def holdout(made: Conversion, key: str) -> None:
 
 
 def best_model(made: Conversion, key: str, patience: str) -> None:
-    """Convert the wish for the best model, and the patience by which a run ends early.
+    """Convert the request for the best model, and early stopping.
 
-    Both go by evaluations every few steps, which `eval_steps` has set by now.
+    Both depend on evaluations during training, which `eval_steps` has set by now.
     """
     is_evaluated = "train.evaluate_every" in made.settings
     why = "set it with train.evaluate_every, which counts steps"
@@ -266,7 +266,7 @@ def best_model(made: Conversion, key: str, patience: str) -> None:
 
 
 def trackers(made: Conversion, key: str) -> None:
-    """Convert what a run reports to."""
+    """Convert the trackers that a run reports to."""
     names = named(made, key)
     known = [name for name in names if name in TRACKER_NAMES]
     others = [name for name in names if name not in TRACKER_NAMES and name != "none"]
@@ -277,7 +277,7 @@ def trackers(made: Conversion, key: str) -> None:
 
 
 def hub(made: Conversion, key: str) -> None:
-    """Convert the repository to which the model goes, and whether it is private."""
+    """Convert the repository for the model, and whether it is private."""
     repository = made.text(key)
     if repository is not None and re.fullmatch(REPOSITORY, repository):
         made.carry(key, {"output.push_to_hub": repository})

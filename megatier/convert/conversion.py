@@ -1,4 +1,4 @@
-"""A run config that is made from the config of another trainer, with a finding for each key of it."""
+"""Builds a run config from another trainer's config, with a finding for each of its keys."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from megatier.errors import ConfigError
 KeyOutcome = Literal["carried", "default", "left"]
 
 AUTO = "auto"
-"""Stands for a value that Hugging Face fills in from its own arguments, which such a file does not hold."""
+"""A value that Hugging Face fills in from its own arguments, which such a file does not hold."""
 NUMBER_MAX = 1e18
-"""Larger numbers are refused, since nobody means them."""
+"""The largest number that is accepted, since larger ones are mistakes."""
 SECTION_DEPTH_MAX = 20
-"""Levels of sections within sections."""
+"""The most levels of nested sections."""
 NUMERIC = ("train.", "data.", "model.")
-"""Sections of ours that change a run's numbers. Tiers and output never do."""
+"""Our sections that affect a run's results. Tiers and output never do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """The outcome of one key."""
+    """What became of one key."""
 
     key: str
     """Its dotted name in the source."""
     value: str
-    """The value as the file has it."""
+    """Its value in the file."""
     outcome: KeyOutcome
-    """Whether it was carried to settings of ours, left them at their default, or has no counterpart."""
+    """Whether it was carried over to our settings, left them at their default, or has no counterpart."""
     words: str
-    """The settings to which it was carried, the default that stands, or the reason why it was left."""
+    """The resulting settings, the default that applies, or why there is no counterpart."""
     differs: bool
-    """Whether the new run's numbers may differ from the other trainer's because of it."""
+    """Whether the new run's results may differ from the other trainer's because of this key."""
 
     def __str__(self) -> str:
         """Return the finding as one line."""
@@ -46,30 +46,30 @@ class Finding:
 
 
 class Conversion:
-    """Settings by dotted name, findings, and the keys of the source that nobody has taken yet."""
+    """The settings and findings so far, and the keys of the source that are still pending."""
 
     def __init__(self, trainer: str, source: str, tree: Mapping[str, Any]) -> None:
-        """Begin with all keys of a file waiting.
+        """Begin with all keys of a file pending.
 
         Args:
-            trainer: whose file it is.
-            source: its name, for messages.
-            tree: what it holds.
+            trainer: the name of the trainer.
+            source: the name of the file, for messages.
+            tree: the contents of the file.
         """
         self.trainer = trainer
         self.source = source
         self.settings: dict[str, object] = {}
         self.findings: list[Finding] = []
-        # A key leaves with its finding, so what still waits at the end is what no rule knows.
+        # A key is removed with its finding, so keys that are left at the end have no rule.
         self._waiting = dict(_leaves(tree))
 
     def has(self, key: str) -> bool:
-        """Return whether the file gives the key, and nobody has taken it."""
+        """Return whether the file has the key and it is still pending."""
         return key in self._waiting
 
     def raw(self, key: str) -> Any:  # noqa: ANN401  a file holds anything
-        """Return the value of a key as it stands; None if the file has none, or leaves it to Hugging Face."""
-        # DeepSpeed's files say `auto` where Hugging Face's Trainer fills a value in.
+        """Return a key's value as it is; None if it is missing, or left to Hugging Face."""
+        # DeepSpeed's files have `auto` where Hugging Face's Trainer fills in a value.
         value = self._waiting.get(key)
         return None if value == AUTO else value
 
@@ -96,7 +96,7 @@ class Conversion:
         """
 
         def fits(number: float) -> bool:
-            # A count that is written as 1e3 arrives as a float, and is a whole number all the same.
+            # A count that is written as 1e3 is read as a float, but is a whole number.
             return number == int(number) and number >= least
 
         number = self.number(key)
@@ -128,13 +128,13 @@ class Conversion:
         return text
 
     def checked(self, key: str, value: Any, bound: str, fits: Callable[[Any], bool]) -> Any:  # noqa: ANN401
-        """Return the value of a key, which must be None or fit.
+        """Return a key's value, after checking that it is None or valid.
 
         Raises:
-            ConfigError: it does not; the message says what it is bound to be.
+            ConfigError: it is not valid. The message says what it must be.
         """
         if value is not None and not fits(value):
-            # As the file has it, and not as it was read.
+            # As in the file, before it was parsed.
             found = _written(self._waiting.get(key))
             raise ConfigError(f"{self.source}: {key} is {found}; it must be {bound}. Change it there, or remove it.")
         return value
@@ -142,11 +142,11 @@ class Conversion:
     # ------------------------------------------------------------------ findings
 
     def carry(self, key: str, settings: Mapping[str, object], remark: str = "", *, differs: bool = False) -> None:
-        """Carry the key's value to these settings. Without any, the value is what megatier always does.
+        """Carry the key's value over to settings. Without settings, the value is what megatier always does.
 
-        The file need not give the key: then the default of the other trainer is carried.
+        If the file lacks the key, the other trainer's default is carried.
         """
-        # A later carry overrides an earlier one, as keys of the source override each other.
+        # Later settings override earlier ones, as keys of the source do.
         self.settings |= settings
         assigned = []
         for name, value in settings.items():
@@ -154,12 +154,12 @@ class Conversion:
             assigned.append(f"{name}: {written}")
         carried = ", ".join(assigned)
 
-        # Either of the two may be empty: what megatier always does has no setting, and most settings need no remark.
+        # Either may be empty: what megatier always does has no setting, and most settings need no remark.
         words = "; ".join(filter(None, (carried, remark)))
         self._found(key, "carried", words, differs=differs)
 
     def default(self, key: str, *settings: str) -> None:
-        """Leave the settings at their defaults, because the key says `auto` or null, unless there is no such key."""
+        """Leave the settings at their defaults if the key says `auto` or null. Do nothing if there is no such key."""
         if not self.has(key):
             return
         words = []
@@ -168,26 +168,26 @@ class Conversion:
             value = CONFIG_SECTIONS[section].__dataclass_fields__[name].default
             words.append(f"{setting} stays at its default, {_written(value)}")
 
-        # What Hugging Face or the other trainer would have taken may be another value.
+        # Hugging Face or the other trainer might use another value.
         differs = any(name.startswith(NUMERIC) for name in settings)
         self._found(key, "default", "; ".join(words), differs=differs)
 
     def agree(self, key: str, words: str, *, differs: bool = False) -> None:
-        """Note that the key's value is what megatier always does. Does nothing if the file has no such key."""
+        """Record that the key's value is what megatier always does. Do nothing if there is no such key."""
         if self.has(key):
             self.carry(key, {}, words, differs=differs)
 
     def leave(self, key: str, why: str, *, differs: bool = False, is_implied: bool = False) -> None:
-        """Note that the key has no counterpart. Does nothing if the file has no such key, unless that implies one."""
+        """Record that the key has no counterpart. Do nothing if there is no such key, unless it is implied."""
         if is_implied or self.has(key):
             self._found(key, "left", why, differs=differs)
 
     def send(
         self, key: str, setting: str, value: object, remark: str = "", *, default: object = None, differs: bool = False
     ) -> None:
-        """Carry a value that was read.
+        """Carry a parsed value over to a setting.
 
-        If the file has none, the other trainer's default is carried, if there is one. Without that, ours stands.
+        If the file has none, the other trainer's default is carried. Without one, our default applies.
         """
         is_open = self.raw(key) is None
         if is_open and default is None:
@@ -197,18 +197,18 @@ class Conversion:
         self.carry(key, {setting: carried}, remark, differs=differs)
 
     def leave_below(self, section: str, why: str) -> None:
-        """Leave all keys of a section that are still waiting, whose counterparts change numbers."""
-        # A list, since `leave` takes keys out of what waits.
+        """Record for all pending keys of a section that they have no counterpart, and that results may differ."""
+        # A list, since `leave` removes pending keys.
         for key in [key for key in self._waiting if key.startswith(f"{section}.")]:
             self.leave(key, why, differs=True)
 
     def convert(self, rules: Mapping[str, Rule], reasons: Mapping[str, str], differing: Mapping[str, str]) -> None:
-        """Go by the table of a trainer: carry what has a counterpart, and say of the rest why it has none.
+        """Convert all keys by a trainer's table: carry those with a counterpart, and say why the others have none.
 
         Args:
-            rules: what becomes of keys, in this order.
-            reasons: why others have no counterpart, by the key or what it lies in.
-            differing: the same, of those without which the run's numbers may differ.
+            rules: the conversion of keys, in this order.
+            reasons: why other keys have no counterpart, by key or section.
+            differing: the same for keys without which the results may differ.
 
         Raises:
             ConfigError: a value makes no sense, or contradicts another.
@@ -218,16 +218,16 @@ class Conversion:
 
         known = {**reasons, **differing}
         for key in list(self._waiting):
-            # The longest name comes first, so that the reason of a key goes before the reason of its section.
+            # The longest name first, so that a key's own reason takes precedence over its section's.
             name = key
             while name and name not in known:
                 name = name.rpartition(".")[0]
             why = known.get(name, f"no key of {self.trainer} that is known here")
-            # Of a key that nobody knows it is safer to say that it may change numbers.
+            # An unknown key is assumed to affect results.
             self.leave(key, why, differs=name not in reasons)
 
     def _found(self, key: str, outcome: KeyOutcome, words: str, *, differs: bool) -> None:
-        # No longer waiting, so that each key has one finding.
+        # Removed from the pending keys, so that each key has one finding.
         value = "(not given)"
         if key in self._waiting:
             value = _written(self._waiting.pop(key))
@@ -235,9 +235,9 @@ class Conversion:
 
 
 Rule = Callable[[Conversion, str], None]
-"""What becomes of a key, and of those that go with it."""
+"""Converts a key, and those that belong to it."""
 Table = tuple[Mapping[str, Rule], Mapping[str, str], Mapping[str, str]]
-"""Rules, and reasons why other keys are left; see `Conversion.convert`."""
+"""The rules, and the reasons for other keys; see `Conversion.convert`."""
 
 
 def becomes(
@@ -248,17 +248,17 @@ def becomes(
     *,
     differs: bool = False,
 ) -> Rule:
-    """Return the rule of a key that is a setting of ours by itself; see `Conversion.send`."""
+    """Return the rule of a key that corresponds to one setting; see `Conversion.send`."""
     return lambda made, key: made.send(key, setting, read(made, key), remark, default=default, differs=differs)
 
 
 def turns_on(settings: Mapping[str, object], remark: str = "") -> Rule:
-    """Return the rule of a key that stands for some settings if it is true."""
+    """Return the rule of a key that sets these settings if it is true."""
     return lambda made, key: made.carry(key, settings, remark) if made.flag(key) else None
 
 
 def below(section: str, table: Mapping[str, str]) -> dict[str, str]:
-    """Return a table of keys that lie in a section."""
+    """Return a table with the names prefixed by a section."""
     return {f"{section}.{name}": why for name, why in table.items()}
 
 
@@ -267,9 +267,9 @@ COUNT_FROM_2 = partial(Conversion.count, least=2)
 
 
 def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names and values of all settings. An empty section counts as a value, and gets a finding too."""
+    """Yield the dotted names and values of all settings. An empty section counts as a value, so it gets a finding."""
     if depth > SECTION_DEPTH_MAX:
-        # The error that Python raises itself where lists are too deep, so that a caller needs to know one alone.
+        # Python's own error for lists that are too deep, so that callers handle one error.
         raise RecursionError
     for name, value in tree.items():
         key = f"{before}{name}"
@@ -281,16 +281,16 @@ def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterat
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a finite number, of a size that somebody may mean. True and false are none."""
+    """Return whether a value is a finite number of plausible size. Booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -NUMBER_MAX < value < NUMBER_MAX
 
 
 def _written(value: object) -> str:
-    """Return a value on one line, as a file has it."""
-    # YAML also has dates, and keys that are no text, which JSON would refuse. A message must not fail on them.
+    """Format a value on one line, as in a file."""
+    # YAML also has dates and keys that are not text, which JSON refuses. A message must not fail on them.
     return str(value) if _is_plain(value) else json.dumps(value, default=str, skipkeys=True)
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value is text that a terminal and YAML show as it is."""
+    """Return whether a value is text that needs no quotes."""
     return isinstance(value, str) and value != "" and value.isprintable()

@@ -1,4 +1,4 @@
-"""Converts DeepSpeed's JSON, with the `auto` values of Hugging Face. Keys that it does not give keep our defaults."""
+"""Converts DeepSpeed's JSON, including Hugging Face's `auto` values. Missing keys keep our defaults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEEPSPEED_KEYS = {
     "zero_allow_untested_optimizer",
     "activation_checkpointing",
 }
-"""Keys of the first level that no other format has."""
+"""Top-level keys that no other format has."""
 
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 ZERO = "zero_optimization"
@@ -43,28 +43,28 @@ FP32_STATE = "masters are always fp32, and so are moments unless train.moments s
 
 
 def _batch(made: Conversion, key: str) -> None:
-    """Convert the three counts of the batch.
+    """Convert the three batch sizes.
 
-    A group is as many sequences as one GPU took at once. DeepSpeed's rule is
-    train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * GPUs, and two of the three are
-    enough. Any of them may be `auto`.
+    A group has as many sequences as one GPU's micro-batch. DeepSpeed's rule is train_batch_size =
+    train_micro_batch_size_per_gpu * gradient_accumulation_steps * GPUs, of which two are enough. Any of them may be
+    `auto`.
     """
     of_micro = "train_micro_batch_size_per_gpu"
     of_passes = "gradient_accumulation_steps"
     whole = made.count(key)
     micro = made.count(of_micro)
     passes = made.count(of_passes)
-    # The file does not say how many GPUs there were, so any whole number of them is taken.
+    # The file does not say how many GPUs were used, so any whole number is accepted.
     if whole and whole % ((micro or 1) * (passes or 1)):
         raise ConfigError(
             f"{made.source}: train_batch_size is {whole}, no multiple of train_micro_batch_size_per_gpu ({micro or 1}) "
             f"times gradient_accumulation_steps ({passes or 1}). Change one of them."
         )
 
-    # Without the whole batch one GPU is assumed.
+    # Without the whole batch, one GPU is assumed.
     batch = whole or (micro and micro * (passes or 1))
 
-    # What one GPU took at once fits into memory, so it stays the size of a group.
+    # A micro-batch of one GPU fits its memory, so groups keep its size.
     groups = batch // micro if batch and micro else passes
     if batch and made.has(key):
         made.carry(key, {"train.batch": batch}, "" if whole else "from the other two")
@@ -77,15 +77,15 @@ def _batch(made: Conversion, key: str) -> None:
     elif passes:
         made.leave(of_passes, "the batch is not given: set train.batch, and train.groups to this", differs=True)
 
-    # What is still waiting says `auto`: nothing above took it.
+    # Keys that are still pending say `auto`.
     made.send(key, "train.batch", None)
     made.send(of_micro, "train.groups" if batch else "train.batch", None)
     made.send(of_passes, "train.groups", None)
 
 
 def _precision(made: Conversion, key: str) -> None:
-    """Convert bf16 and fp16. A key that says `auto` leaves open which of them is on, so nothing follows from it."""
-    # The name of older versions, which DeepSpeed still reads.
+    """Convert bf16 and fp16. With `auto` it is open which of them is on, so nothing follows."""
+    # The name in older versions, which DeepSpeed still reads.
     bf16 = "bfloat16.enabled" if made.has("bfloat16.enabled") else key
     fp16 = "fp16.enabled"
     given = {name: made.flag(name) for name in (bf16, fp16) if made.has(name)}
@@ -97,10 +97,10 @@ def _precision(made: Conversion, key: str) -> None:
     elif given.get(fp16):
         made.leave(fp16, "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling", differs=True)
     elif given and None not in given.values():
-        # Neither is on, and neither is left open: DeepSpeed computes in fp32 then.
+        # Both are off, so DeepSpeed computes in fp32.
         made.carry(next(iter(given)), {"model.compute_dtype": "fp32"}, "neither is on")
 
-    # What is still waiting says `auto`, or that it is off.
+    # Keys that are still pending say `auto`, or are off.
     for name, words in ((bf16, "model.compute_dtype stays bf16"), (fp16, "there is no fp16 here")):
         if given.get(name) is None:
             made.default(name, "model.compute_dtype")
@@ -108,10 +108,10 @@ def _precision(made: Conversion, key: str) -> None:
 
 
 def _optimizer(made: Conversion, key: str) -> None:
-    """Convert the optimizer if it is Muon, Lion, or an Adam whose decay is apart from the gradient, which is AdamW."""
+    """Convert the optimizer if it is Muon, Lion, or an Adam with decoupled decay, which is AdamW."""
     kind = (made.text(key) or "adamw").lower()
 
-    # DeepSpeed's Adam decays apart from the gradient unless it is told not to.
+    # DeepSpeed's Adam has decoupled decay by default.
     decays_apart = made.raw("optimizer.params.adam_w_mode") is not False
     if kind == "muon":
         remark = "in Moonshot's form, whose learning rate is that of AdamW: set train.learning_rate"
@@ -120,7 +120,7 @@ def _optimizer(made: Conversion, key: str) -> None:
         made.send("optimizer.params.momentum", "train.momentum", momentum)
         made.leave_below("optimizer", "a setting of another form of Muon")
     elif kind == "lion":
-        # The second beta of DeepSpeed's Lion. Betas that the file gives are converted after this, and win.
+        # DeepSpeed's default beta2 for Lion. Betas in the file are converted later, and override it.
         made.carry(key, {"train.optimizer": "lion", "train.beta2": 0.99})
     elif made.raw(key) is not None and (kind not in ("adam", "adamw") or not decays_apart):
         made.leave(key, "AdamW trains instead: set train.learning_rate", differs=True)
@@ -147,7 +147,7 @@ def _is_pair(value: object) -> bool:
 
 
 def _schedule(made: Conversion, key: str) -> None:
-    """Convert the learning rate's schedule. It comes after the optimizer, since its peak overrides the rate there."""
+    """Convert the learning rate schedule. It comes after the optimizer, as its peak overrides the rate there."""
     kind = made.text(key)
     if kind is None:
         return
@@ -159,13 +159,13 @@ def _schedule(made: Conversion, key: str) -> None:
     made.carry(key, {"train.schedule": _SCHEDULES[kind]})
     params = "scheduler.params."
     becomes("train.steps", Conversion.count)(made, f"{params}total_num_steps")
-    # DeepSpeed's own default is a logarithmic warm-up, so a file that does not name one has that.
+    # DeepSpeed's default is a logarithmic warm-up.
     is_linear = made.text(f"{params}warmup_type", "linear", "log", AUTO) == "linear"
     words = "" if is_linear else "rising in a straight line, not logarithmically"
     becomes("train.warmup_steps", COUNT_FROM_0, None, words, differs=not is_linear)(made, f"{params}warmup_num_steps")
     if is_linear:
         made.carry(f"{params}warmup_type", {}, "as here")
-    # A key that was carried waits no more, so this takes effect only where the warm-up is another one.
+    # A carried key is no longer pending, so this only applies to other warm-ups.
     made.leave(f"{params}warmup_type", "the learning rate rises in a straight line", differs=True)
 
     words = "goes before optimizer.params.lr, as in DeepSpeed" if "train.learning_rate" in made.settings else ""
@@ -180,8 +180,8 @@ def _schedule(made: Conversion, key: str) -> None:
 
 
 def _tiers(made: Conversion, key: str) -> None:
-    """Convert what says where state lies: the mounts and `cpu`. Budgets decide the rest here."""
-    # On the CPU a mount may be named as well, of which DeepSpeed makes nothing.
+    """Convert where state lies: mounts and `cpu`. Budgets decide the rest here."""
+    # With `cpu` a mount may be named too, which DeepSpeed ignores.
     device = made.text(f"{key}.device", "none", "cpu", "nvme", AUTO)
     path = made.text(f"{key}.nvme_path")
     if device != "nvme":
@@ -192,7 +192,7 @@ def _tiers(made: Conversion, key: str) -> None:
 
     if path is None:
         raise ConfigError(f"{made.source}: {key}.device is nvme; give {key}.nvme_path, a directory, too.")
-    # Both kinds of state may name one directory, which is one mount.
+    # Both kinds of state may name the same directory, which is one mount.
     before: Any = made.settings.get("tiers.nvme", ())
     mounts = list(dict.fromkeys([*before, path]))
     made.carry(f"{key}.nvme_path", {"tiers.nvme": mounts}, "what is free there; DIR:SIZE takes less")
@@ -200,7 +200,7 @@ def _tiers(made: Conversion, key: str) -> None:
 
 
 def _clip(made: Conversion, key: str) -> None:
-    """Convert clipping. DeepSpeed clips by 0 if it does not clip at all."""
+    """Convert clipping. In DeepSpeed 0 means no clipping."""
     clip = made.number(key)
     made.send(key, "train.clip", clip or None, "" if clip else "off")
 
@@ -227,9 +227,9 @@ _RULES = {
         differs=True,
     ),
     "scheduler.type": _schedule,
-    # These are sections and no keys: their rule reads the keys below them.
+    # These are sections. Their rule reads the keys below them.
     **dict.fromkeys(OFFLOADS, _tiers),
-    # Older versions said so, before there were sections for it.
+    # The keys of older versions, before there were sections.
     f"{ZERO}.cpu_offload": turns_on({}, IN_RAM),
     f"{ZERO}.cpu_offload_param": turns_on({}, IN_RAM),
     "aio.use_gds": turns_on({"tiers.gpu_direct": True}, "needs a GPU and the extra megatier[gds]"),
@@ -237,7 +237,7 @@ _RULES = {
     "gradient_clipping": _clip,
     "tensorboard.enabled": turns_on({"output.tensorboard": True}, "needs the extra megatier[tensorboard]"),
     "wandb.enabled": turns_on({"output.report_to": ["wandb"]}, "needs the extra megatier[wandb]"),
-    # The second one is the name of older versions.
+    # The second one is the name in older versions.
     f"{ZERO}.stage3_gather_16bit_weights_on_model_save": _export,
     f"{ZERO}.stage3_gather_fp16_weights_on_model_save": _export,
 }
@@ -306,7 +306,7 @@ _REASONS = {
         },
     ),
     **{name: why for offload in OFFLOADS for name, why in below(offload, OFFLOAD_REASONS).items()},
-    # For all keys of these sections that are named nowhere: the longest name that is known gives the reason.
+    # For all other keys of these sections, since the longest known name gives the reason.
     **dict.fromkeys(OFFLOADS, _BUDGETS),
 }
 _DIFFERING = {
@@ -326,4 +326,4 @@ _DIFFERING = {
     f"{ZERO}.zenflow": "updates are never late or in part",
 }
 DEEPSPEED_TABLE = _RULES, _REASONS, _DIFFERING
-"""What becomes of DeepSpeed's keys; see `Conversion.convert`."""
+"""The conversion of DeepSpeed's keys; see `Conversion.convert`."""

@@ -1,4 +1,4 @@
-"""Converts LLaMA-Factory's training YAML. Keys that it does not give take its defaults if those change numbers."""
+"""Converts LLaMA-Factory's training YAML. Missing keys take its defaults if those change results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LLAMA_FACTORY_KEYS = {
     "dataset_dir",
     "max_samples",
 }
-"""Keys of the first level that no other format has."""
+"""Top-level keys that no other format has."""
 
 _ATTENTION = {"sdpa": "sdpa", "disabled": "eager"}
 VISION = "data.images reads images, and model.frozen names the parts of the model that stay as they are"
@@ -33,25 +33,25 @@ _LORA_KEYS = {
     "dora": "use_dora",
     "modules_to_save": "additional_target",
 }
-"""Keys by the names of our settings of adapters."""
+"""LLaMA-Factory's keys, by our names of the adapter settings."""
 
 
 def _kind(made: Conversion, key: str) -> None:
-    """Refuse what would be trained as something else: preferences, rewards, other kinds of adapters."""
+    """Refuse other objectives: preferences, rewards, other kinds of adapters."""
     stage = made.text(key) or "sft"
     if stage not in ("sft", "pt"):
         raise ConfigError(
             f"{made.source}: stage is {stage}; `megatier train` does sft and pt. DPO runs with StreamedTrl "
             "(docs/trainers.md)."
         )
-    # LLaMA-Factory trains adapters unless it is told otherwise.
+    # LLaMA-Factory trains adapters by default.
     method = made.text("finetuning_type") or "lora"
     if method not in ("full", "lora"):
         raise ConfigError(f"{made.source}: finetuning_type is {method}; megatier trains full or lora.")
     made.carry(key, {}, "as dataset_info.json describes the records")
     if method == "lora":
         _adapters(made)
-    # Adapters have carried this key by now, so what still waits is full training.
+    # If the key is still pending, there are no adapters, so training is full.
     made.agree("finetuning_type", "as here")
 
 
@@ -59,16 +59,16 @@ def _adapters(made: Conversion) -> None:
     """Convert the settings of LoRA."""
     lora = common.lora_of(made, _LORA_KEYS, rank=8, alpha=None)
     made.carry("finetuning_type", {"model.lora": lora}, "needs megatier[lora]")
-    # One setting of ours has all of these, and each of them gets its finding.
+    # One setting of ours covers all of these keys, and each gets a finding.
     for key in _LORA_KEYS.values():
         made.agree(key, "see finetuning_type")
 
 
 def _computing(made: Conversion, key: str) -> None:
-    # For its check alone.
+    # Only to check its value.
     made.flag(key)
 
-    # There fp16 is mixed precision as well, and bf16 is what stands for it here.
+    # fp16 is mixed precision there too, for which bf16 is used here.
     dtype = "bf16" if any(map(made.raw, (key, "pure_bf16", "fp16"))) else "fp32"
     made.carry(key, {"model.compute_dtype": dtype}, "masters and moments are fp32")
 
@@ -81,14 +81,14 @@ def _computing(made: Conversion, key: str) -> None:
 
 
 def _data(made: Conversion, key: str) -> None:
-    # Datasets there are names in a table, which a run of megatier reads as well.
+    # Datasets are names in a table there, which megatier reads too.
     folder = (made.text("dataset_dir") or "data").rstrip("/")
     files = [f"{folder}/dataset_info.json#{name}" for name in common.named(made, key)]
     if files:
         made.carry(key, {"data.files": files})
         made.agree("dataset_dir", "see dataset")
 
-    # There it bounds each dataset.
+    # There it limits each dataset.
     count = made.count("max_samples")
     if count is not None and len(files) < 2:
         made.carry("max_samples", {"data.max_samples": count})
@@ -96,12 +96,12 @@ def _data(made: Conversion, key: str) -> None:
 
 
 def _activations(made: Conversion, key: str) -> None:
-    # LLaMA-Factory computes activations again unless this key tells it not to.
+    # LLaMA-Factory recomputes activations unless this key is true.
     made.carry(key, {"train.activations": "keep" if made.flag(key) else "recompute"})
 
 
 def _optimizer(made: Conversion, key: str) -> None:
-    """Convert what trains, by either of the two keys that say so."""
+    """Convert the optimizer, which either of two keys names."""
     if made.flag(key):
         remark = "AdamW trains all that is no matrix of a decoder layer, also in vision towers"
         made.carry(key, {"train.optimizer": "muon"}, remark, differs=True)
@@ -178,4 +178,4 @@ _DIFFERING = {
     "pissa_init": ADAPTER_INIT,
 }
 LLAMA_FACTORY_TABLE = _RULES, _REASONS, _DIFFERING
-"""What becomes of LLaMA-Factory's keys; see `Conversion.convert`."""
+"""The conversion of LLaMA-Factory's keys; see `Conversion.convert`."""

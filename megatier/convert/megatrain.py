@@ -1,4 +1,4 @@
-"""Converts MegaTrain's YAML. Keys that it does not give take MegaTrain's defaults if those change numbers."""
+"""Converts MegaTrain's YAML. Missing keys take MegaTrain's defaults if those change results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _dtype(made: Conversion, key: str) -> None:
 
 def _devices(made: Conversion, key: str) -> None:
     devices = made.raw(key)
-    # A list of several means that each takes its part of the batch.
+    # With several devices, each takes a part of the batch.
     are_several = isinstance(devices, list) and len(devices) > 1
     if are_several:
         made.leave(key, "torchrun starts a rank for each GPU; the batch is that of all of them together")
@@ -40,7 +40,7 @@ def _attention(made: Conversion, key: str) -> None:
 
 
 def _dataset(made: Conversion, key: str) -> None:
-    """Convert a dataset of a dataset_info.json. MegaTrain prefers it to one that is given by its path."""
+    """Convert a dataset of a dataset_info.json, which MegaTrain prefers to one given by path."""
     path = made.text("dataset.path")
     name = made.text(key)
     if name is None:
@@ -58,12 +58,12 @@ def _dataset(made: Conversion, key: str) -> None:
 
 
 def _conversations(made: Conversion, path: str) -> None:
-    """Convert a folder of Arrow files, whose columns are named in the config or are `query` and `response`."""
+    """Convert a folder of Arrow files, with columns named in the config, or `query` and `response`."""
     query = made.text("dataset.query_field") or "query"
     response = made.text("dataset.response_field") or "response"
     made.carry("dataset.path", {"data.files": [path], "data.chat": "alpaca"})
 
-    # The names that data.chat: alpaca reads. Others have to be told by a dataset_info.json.
+    # The names that data.chat: alpaca reads. Others need a dataset_info.json.
     if (query, response) == ("instruction", "output"):
         made.carry("dataset.query_field", {"data.chat": "alpaca"})
         made.carry("dataset.response_field", {"data.chat": "alpaca"})
@@ -93,7 +93,7 @@ def _batch(made: Conversion, key: str) -> None:
     steps = made.count("training.num_steps") or 100
     groups = made.count("training.gradient_accumulation_steps") or 1
 
-    # Where a step is one micro-batch the two agree, and there is nothing to say.
+    # If a step is one micro-batch, both agree.
     of_batch = of_groups = of_steps = ""
     if groups > 1:
         of_batch = f"{groups} micro-batches of {batch}"
@@ -103,7 +103,7 @@ def _batch(made: Conversion, key: str) -> None:
     if made.has("training.gradient_accumulation_steps"):
         made.carry("training.gradient_accumulation_steps", {"train.groups": groups}, of_groups, differs=groups > 1)
 
-    # A run shorter than one step of ours still makes one.
+    # A run shorter than one of our steps still makes one.
     made.carry("training.num_steps", {"train.steps": max(1, steps // groups)}, of_steps)
 
 
@@ -113,7 +113,7 @@ def _activations(made: Conversion, key: str) -> None:
 
 def _rate(made: Conversion, key: str) -> None:
     rate = made.number(key)
-    # MegaTrain has no schedule, and ours has one by default.
+    # MegaTrain has no schedule, while our default has one.
     settings = {
         "train.learning_rate": 1e-5 if rate is None else rate,
         "train.schedule": "constant",
@@ -130,7 +130,7 @@ def _optimizer(made: Conversion, key: str) -> None:
         made.leave(key, f"train.optimizer is {names}", differs=True)
 
 
-# The numbers are MegaTrain's defaults: a run there had them even if its file does not say so.
+# The numbers are MegaTrain's defaults, which apply even if its file does not name them.
 _RULES = {
     "model.name": becomes("model.path", Conversion.text),
     "model.dtype": _dtype,
@@ -168,4 +168,4 @@ _REASONS = {
 }
 _DIFFERING = {"vlm": "data.images reads images, and model.frozen names the parts of the model that stay as they are"}
 MEGATRAIN_TABLE = _RULES, _REASONS, _DIFFERING
-"""What becomes of MegaTrain's keys; see `Conversion.convert`."""
+"""The conversion of MegaTrain's keys; see `Conversion.convert`."""

@@ -1,4 +1,4 @@
-"""Reads the config file of another trainer, recognises it by its keys, and converts it."""
+"""Reads another trainer's config file, recognises the trainer by its keys, and converts it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def convert(path: Path) -> Conversion:
     try:
         made = Conversion(trainer, str(path), tree)
 
-        # Sections lie in each other deeper than `SECTION_DEPTH_MAX`, or lists deeper than Python can follow.
+        # Sections are nested deeper than `SECTION_DEPTH_MAX`, or lists deeper than Python's stack.
         made.convert(*table)
     except RecursionError:
         raise ConfigError(f"{path} has settings in settings too deep to be a config.") from None
@@ -42,23 +42,23 @@ def convert(path: Path) -> Conversion:
 
 def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Table]:
     keys = tree.keys()
-    # LLaMA-Factory's files are flat, so one with sections of these names is another trainer's.
+    # LLaMA-Factory's files are flat, so one with these sections belongs to another trainer.
     if keys & llama_factory.LLAMA_FACTORY_KEYS and not keys & {"model", "training"}:
         return "LLaMA-Factory", llama_factory.LLAMA_FACTORY_TABLE
 
-    # Both have keys of the same names as DeepSpeed's, such as bf16.
+    # Both share key names with DeepSpeed, such as bf16.
     if axolotl.AXOLOTL_KEY in keys and not keys & {deepspeed.ZERO, "train_batch_size"}:
         return "Axolotl", axolotl.AXOLOTL_TABLE
     if keys >= accelerate.ACCELERATE_KEYS:
         return "accelerate", accelerate.ACCELERATE_TABLE
 
-    # Both MegaTrain and megatier have a section `model`, and only MegaTrain's has a name in it.
+    # Both MegaTrain and megatier have a section `model`, but only MegaTrain's contains a name.
     model = tree.get("model")
     has_name = isinstance(model, dict) and "name" in model
     is_megatrain = has_name or bool(keys & {"dataset", "training"})
     is_deepspeed = bool(keys & deepspeed.DEEPSPEED_KEYS)
     if is_megatrain and not is_deepspeed:
-        # Only known sections are checked: other keys get a finding that says that they are unknown.
+        # Only known sections are checked. Other keys get a finding as unknown.
         known = {name: tree[name] for name in keys & megatrain.MEGATRAIN_SECTIONS}
         check_sections(known, str(path))
         return "MegaTrain", megatrain.MEGATRAIN_TABLE
@@ -72,31 +72,31 @@ def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Table]:
 def _read(path: Path) -> Mapping[str, Any]:
     """Return the settings of a file.
 
-    JSON is tried first, since YAML would read most of JSON too, but takes 2e8 for text.
+    JSON is tried first, since YAML would also parse most of it, but reads 2e8 as text.
     """
     text = read_text_of(path)
     try:
         tree = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
-        # A key that is given twice is an error of ours, and a ValueError too: it says nothing against JSON.
+        # A repeated key is an error of ours and a ValueError too, but the file is still JSON.
         if isinstance(error, ConfigError):
             raise ConfigError(f"{path}: {error}") from error
         try:
             tree = parse_yaml(text)
         except ConfigError as refusal:
-            # What begins like JSON was meant as JSON, so its parser's reason helps more than that of YAML's.
+            # A file that begins like JSON was meant as JSON, so the JSON parser's reason helps more than YAML's.
             is_meant_as_json = text.lstrip().startswith("{")
             said = f"no valid JSON: {error}" if is_meant_as_json else refusal
             raise ConfigError(f"{path} is {said}. Give a YAML or JSON file.") from refusal
 
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings by name, but {str(tree)[:80]!r}. It must be {_KNOWN_CONFIGS}.")
-    # YAML reads some names as numbers or dates, and rules go by text.
+    # YAML reads some names as numbers or dates, but rules expect text.
     return {str(name): value for name, value in tree.items()}
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs. Python's parser would keep the last value of a repeated key and say nothing."""
+    """Return the object of these pairs. Python's parser would silently keep a repeated key's last value."""
     tree: dict[str, Any] = {}
     for name, value in pairs:
         if name in tree:

@@ -1,7 +1,7 @@
 """The plugin for Axolotl: `plugins: [megatier.plugins.axolotl.MegatierPlugin]`, with a section `megatier` beside it.
 
-Axolotl prepares data and arguments, builds its own trainer, and saves, as without the plugin. The model that it loads
-is on meta, and its trainer gets a streamed model in the place of that one.
+Axolotl prepares data and arguments, builds its own trainer, and saves, as without the plugin. But it loads its model on
+meta, and its trainer gets a streamed model instead.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class AxolotlTraining(ProgramTraining):
     def train(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the Trainer's
         """Train as the Trainer does; an interrupt ends the run, and the last checkpoint stays.
 
-        Axolotl would save the model in the signal's handler, wherever its threads are then.
+        Axolotl would save the model in the signal handler, at any point of its threads.
         """
-        # Axolotl has set its handler by now, and Python lets no other thread set one.
+        # Axolotl has set its handler by now. Only the main thread can set one.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return super().train(*args, **kwargs)
@@ -52,11 +52,11 @@ class MegatierPlugin(BasePlugin):
         """Refuse settings that a streamed model cannot follow, as the user wrote them.
 
         Raises:
-            ConfigError: names the first one, and what to do instead.
+            ConfigError: there is one. The message says what to do instead.
         """
         check_axolotl(cfg)
         read_plugin_section(cfg.get(SECTION))
-        # Said by name, since Axolotl turns on by itself what nobody has turned off.
+        # Set explicitly, since Axolotl enables them unless they are off.
         for name in AXOLOTL_KERNELS:
             cfg[name] = False
 
@@ -65,9 +65,9 @@ class MegatierPlugin(BasePlugin):
         return f"{__name__}.{MegatierArgs.__name__}"
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:  # noqa: ANN401 - Axolotl's
-        """Have the model loaded on meta; datasets are Axolotl's own.
+        """Make Axolotl load the model on meta. Datasets are Axolotl's own.
 
-        Before this hook Axolotl sets the device of its own accord, and the next one comes when it was read already.
+        Before this hook Axolotl overrides the device, and the next hook comes after it was used.
         """
         cfg.device_map = {"": "meta"}
 

@@ -1,7 +1,7 @@
 """The launcher for LLaMA-Factory: `python -m megatier.plugins.llama_factory config.yaml`, with a section `megatier`.
 
-LLaMA-Factory has no registry of trainers, and its launcher takes no other commands. So this does what its own launcher
-does in a process that it starts, with two trainers exchanged and the model loaded on meta, for as long as the run goes.
+LLaMA-Factory has no registry of trainers, and its launcher accepts no other commands. So this does what that launcher
+does in the process that it starts, with two trainers replaced and the model loaded on meta while the run lasts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatier.plugins.program_trainer import Opening, over
 from megatier.plugins.refusals import SECTION, check_llama_factory, read_plugin_section
 
 _TRAINERS = {"sft": "CustomSeq2SeqTrainer", "pt": "CustomTrainer"}
-"""The name of the trainer in the workflow of each stage."""
+"""The name of the trainer in each stage's workflow."""
 
 
 def run(arguments: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = ()) -> None:
@@ -39,7 +39,7 @@ def run(arguments: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = (
     given = tuner.read_args(dict(arguments) if arguments is not None else None)
     if not isinstance(given, dict):
         raise ConfigError("name a file of arguments first: python -m megatier.plugins.llama_factory config.yaml")
-    # Taken out, since LLaMA-Factory refuses keys that it does not know.
+    # Removed, since LLaMA-Factory refuses unknown keys.
     section = read_plugin_section(given.pop(SECTION, None))
     check_llama_factory(given)
 
@@ -50,7 +50,7 @@ def run(arguments: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = (
         reader = on_meta(tuner.get_train_args)
         opened.enter_context(patched(vars(tuner), get_train_args=reader))
 
-        # In the workflow, which has imported the trainer by its name.
+        # In the workflow, which has imported the trainer by name.
         for stage, name in _TRAINERS.items():
             workflow = _load(f"llamafactory.train.{stage}.workflow")
             streamed = over(getattr(workflow, name), opening)
@@ -59,12 +59,13 @@ def run(arguments: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = (
 
 
 def on_meta(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reader of LLaMA-Factory's arguments that has the model loaded on meta."""
+    """Wrap LLaMA-Factory's argument reader so that the model is loaded on meta."""
 
     @functools.wraps(read)
     def reading(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - LLaMA-Factory's
         found = read(*args, **kwargs)
-        # The arguments of the model come first. LLaMA-Factory sets their device as it reads them, so it is set after.
+        # The model's arguments come first. LLaMA-Factory sets their device while it reads them, so it is set
+        # afterwards.
         model_args = found[0]
         model_args.device_map = {"": "meta"}
         return found

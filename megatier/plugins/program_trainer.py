@@ -1,4 +1,4 @@
-"""Trainers of programs that load a model themselves: what they loaded says what to stream, and from which folder."""
+"""Adapts trainers of programs that load a model themselves, which shows what to stream and from which folder."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ NEUTRAL = frozenset(
         "use_cache",
     }
 )
-"""Entries of a model's config that a program may change without a change to what the model computes in training."""
+"""Entries of a model's config that a program may change without affecting what the model computes in training."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The way in which a program's model is opened.
+    """How a program's model is opened.
 
     Attributes:
         section: the user's section, as `read_section` returns it.
         compute_dtype: type of weights and activations, torch.bfloat16 or torch.float32.
-        opened: closes the streamed model when the program is done with it.
+        opened: closes the streamed model when the program is done.
     """
 
     section: Mapping[str, Any]
@@ -50,17 +50,17 @@ class Opening:
 
 
 class ProgramTraining(StreamedTraining):
-    """Mixin for a trainer that a program hands a model which it loaded, on meta if it can; see `StreamedTraining`.
+    """Mixin for a trainer that gets a model which its program has loaded, on meta if it can; see `StreamedTraining`.
 
-    Only the structure of that model is used: its folder, its config, what requires a gradient, and the config of its
-    adapters. `save_pretrained` of it then writes what was trained, since programs save the model that they loaded.
+    Only the model's structure is used: its folder, its config, what requires a gradient, and its adapters' config. Its
+    `save_pretrained` then writes what was trained, since programs save the model that they loaded.
     """
 
     opening: ClassVar[Opening]
 
     @one_version()
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the Trainer's
-        """Open the folder that a model was loaded from, in its place.
+        """Open the folder from which a model was loaded, and use that instead.
 
         Args:
             model: a model of transformers that was loaded from a folder or the hub, or a `PeftModel` around one.
@@ -68,28 +68,28 @@ class ProgramTraining(StreamedTraining):
             **kwargs: those of the Trainer.
 
         Raises:
-            ConfigError: the model is another one than its folder holds; or see `StreamedTraining`.
+            ConfigError: the model differs from its folder; or see `StreamedTraining`.
         """
         loaded, adapters = unwrap_peft(model)
         settings = self.given(model, *args, **kwargs)["args"]
         base: Any = loaded
         folder = resolve(base.name_or_path)
 
-        # transformers opens the file past us, so it is noted here, and compared when the weights are read.
+        # transformers opens the file itself, so its version is recorded here and checked when the weights are read.
         note(folder / MODEL_CONFIG_FILE)
         check_same_config(base.config, AutoConfig.from_pretrained(folder))
-        # With adapters all of the base is frozen anyway.
+        # With adapters the whole base is frozen anyway.
         frozen: list[str] = []
         if not adapters:
             frozen = [name for name, parameter in loaded.named_parameters() if not parameter.requires_grad]
 
-        # Programs ask for it on the model, by the arguments, or by both.
+        # Programs enable it on the model, in the arguments, or both.
         is_asked_of_modules = any(getattr(module, "gradient_checkpointing", False) for module in loaded.modules())
         recomputes = is_asked_of_modules or settings.gradient_checkpointing
 
         chosen = {"seed": settings.seed, **self.opening.section}
         tiers = read_tiers(chosen.pop("tiers", None))
-        # Settings of the program's own. The section has none of them: `read_section` refuses these names.
+        # The program's own settings, which `read_plugin_section` does not accept in the section.
         chosen |= {
             "compute_dtype": self.opening.compute_dtype,
             "attention": base.config._attn_implementation,
@@ -107,23 +107,23 @@ class ProgramTraining(StreamedTraining):
         model.save_pretrained = save_pretrained  # type: ignore[assignment]
 
     def _check_methods(self) -> None:
-        """Take a program's own trainer as it is: what its overrides are for are settings, which `refusals` knows."""
+        """Accept the program's own trainer, since `refusals` checks the settings that its overrides serve."""
 
 
 def over(trainer: type[Trainer], opening: Opening, mixin: type[ProgramTraining] = ProgramTraining) -> type[Trainer]:
-    """Return a trainer's class with the mixin in front."""
+    """Return a subclass of a trainer with the mixin in front."""
     return type(f"Streamed{trainer.__name__}", (mixin, trainer), {"opening": opening})
 
 
 def check_same_config(used: PretrainedConfig, stored: PretrainedConfig) -> None:
-    """Refuse a model that a program has made into another one than its folder holds.
+    """Refuse a model that a program has changed compared with its folder.
 
     Args:
         used: the config of the model that the program loaded.
         stored: that of its folder.
 
     Raises:
-        ConfigError: names the first entry that differs.
+        ConfigError: an entry differs. The message names the first.
     """
     of_used = _entries(used.to_dict())
     of_stored = _entries(stored.to_dict())
@@ -139,10 +139,10 @@ def check_same_config(used: PretrainedConfig, stored: PretrainedConfig) -> None:
 
 
 def _entries(config: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
-    """Return the entries of a config, and of those inside it, by their paths, but for those that are neutral."""
+    """Return the entries of a config by their paths, nested ones included, except neutral ones."""
     found: dict[str, Any] = {}
     for name, value in config.items():
-        # Names with an underscore are transformers' own notes, such as the path that a model was loaded from.
+        # Names with an underscore are transformers' own records, such as the model's path.
         if str(name).startswith("_") or name in NEUTRAL:
             continue
         path = f"{above}{name}"

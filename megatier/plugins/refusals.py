@@ -1,4 +1,4 @@
-"""Settings of other programs that a streamed model cannot follow: each is refused by name, before there is any work."""
+"""Refuses settings of other programs that a streamed model does not support, by name and before any work."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatier.trainer_guards.arguments import ADAMW_NAMES, check_stream_kwargs, 
 from megatier.trainer_guards.fields import by_name
 
 SECTION = "megatier"
-"""The key of a program's config under which the arguments of `megatier.stream` are."""
+"""The key in a program's config with the arguments of `megatier.stream`."""
 FROM_THE_PROGRAM = ("compute_dtype", "attention", "activations", "frozen", "peft_config")
 """Arguments of `megatier.stream` that follow from the program's own settings."""
 STAGES = ("sft", "pt")
-"""Stages of LLaMA-Factory's that are streamed."""
+"""LLaMA-Factory's supported stages."""
 
 _PLACES = "places the weights, which megatier does here: leave it out."
 QUANTISES = "quantises the base as it is loaded, and this one streams from its files: leave it out."
@@ -36,7 +36,7 @@ OPTIMISES = (
 BEGINS = "adapters begin anew here, as PEFT's do by default. `megatier train` goes on with some (model.lora.adapter)."
 
 AXOLOTL_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-"""Kernels for adapters, which Axolotl turns on by itself unless somebody has turned them off."""
+"""Kernels for adapters, which Axolotl enables unless they are off."""
 
 
 AXOLOTL = by_name(
@@ -60,7 +60,7 @@ AXOLOTL = by_name(
         _COMPILES: "torch_compile",
     }
 )
-"""Keys of Axolotl's, and why they are refused."""
+"""Axolotl's refused keys, with the reasons."""
 LLAMA_FACTORY = by_name(
     {
         _PLACES: "deepspeed fsdp fsdp_config use_kt use_mca use_hyper_parallel use_ray",
@@ -78,7 +78,7 @@ LLAMA_FACTORY = by_name(
         _COMPILES: "torch_compile",
     }
 )
-"""Arguments of LLaMA-Factory's, and why they are refused."""
+"""LLaMA-Factory's refused arguments, with the reasons."""
 
 
 def check_axolotl(given: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ def check_axolotl(given: Mapping[str, Any]) -> None:
     _check_one_process()
     _refuse_given(given, AXOLOTL)
 
-    # Keys of Axolotl's may be there without a value.
+    # Axolotl's keys may have no value.
     optimizer = given.get("optimizer") or "adamw_torch"
     adapter = given.get("adapter")
     parallel = []
@@ -121,7 +121,7 @@ def check_llama_factory(given: Mapping[str, Any]) -> None:
     _check_one_process()
     _refuse_given(given, LLAMA_FACTORY)
 
-    # What is not given is what LLaMA-Factory takes then.
+    # Missing arguments take LLaMA-Factory's defaults.
     stage = given.get("stage", "sft")
     method = given.get("finetuning_type", "lora")
     optimizer = given.get("optim", "adamw_torch")
@@ -137,7 +137,7 @@ def read_plugin_section(given: object) -> dict[str, Any]:
     """Return a program's section of arguments of `megatier.stream`.
 
     Raises:
-        ConfigError: it is no mapping, or has a key or a budget that is not taken here.
+        ConfigError: it is not a mapping, or has an unsupported key or budget.
     """
     if given is None:
         return {}
@@ -150,7 +150,7 @@ def read_plugin_section(given: object) -> dict[str, Any]:
         if name in section:
             raise ConfigError(f"{SECTION}.{name} follows from the program's own settings: leave it out.")
 
-    # All of it is checked before the program prepares its data, which takes long.
+    # Checked before the program prepares its data, which takes long.
     refuse_unknown_arguments(section)
     others = dict(section)
     tiers = others.pop("tiers", None)
@@ -160,13 +160,13 @@ def read_plugin_section(given: object) -> dict[str, Any]:
 
 
 def _refuse_given(given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-    """Refuse settings of a program's that are given and not switched off, each for its reason.
+    """Refuse a program's settings that are given and not off, each with its reason.
 
     Raises:
         ConfigError: names the first one.
     """
     for name, why in refused.items():
-        # Users may write out what is off, as false, 0 or null.
+        # Settings that are off may be written as false, 0 or null.
         if given.get(name):
             raise ConfigError(f"{name}: {why}")
 
@@ -177,7 +177,7 @@ def _check_one_process() -> None:
     Raises:
         ConfigError: there are several.
     """
-    # Launchers set it for each process. In a notebook, or without one, it is missing.
+    # Launchers set it for each process. Without a launcher it is missing.
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1:
         raise ConfigError(f"{count} processes were started, and one trains here: let the program see one GPU alone.")
