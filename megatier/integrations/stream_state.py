@@ -7,11 +7,9 @@ error.
 from __future__ import annotations
 
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, TypeVar
 
@@ -20,12 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from megatier.adapters.adapter_folder import export_trained
-from megatier.adapters.base import noted_identity
 from megatier.adapters.given_adapters import without_adapters
 from megatier.adapters.lora import adapter_config
-from megatier.checkpoint.checkpoint import settle_replaced
-from megatier.checkpoint.checkpoint_writer import CheckpointWriter
-from megatier.checkpoint.environment import read_environment
 from megatier.checkpoint.restore import restore
 from megatier.checkpoint.run_directory import parse_step
 from megatier.checkpoint.run_state import read_tiles
@@ -33,6 +27,7 @@ from megatier.errors import BlockNotFoundError, CapacityError, StreamedModelErro
 from megatier.guards.token_rows import few_tokens
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.saved_stream import SavedStream
+from megatier.integrations.stream_checkpoints import StreamCheckpoints
 from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
@@ -86,7 +81,7 @@ class StreamedState(ABC):
         config = session.setup.config
         self._session = session
         self._held = hold_in_generation(session, config.tiers.gpu_limit)
-        self._kept = {"optimizer": config.train.optimizer, "moments": config.train.moments}
+        self._checkpoints = StreamCheckpoints(session)
         self._all_ranks = session.all_ranks
         self._is_from_folder = is_from_folder
         self._begins_adapters = has_new_adapters
@@ -299,24 +294,7 @@ class StreamedState(ABC):
             CapacityError, TransferError: see `CheckpointWriter.wait`.
         """
         self._finish_updates("A checkpoint", "save()")
-        path = Path(folder)
-
-        # On the first rank, before any rank writes there.
-        self._all_ranks.broadcast(lambda: _make_ready(path))
-        tiles = self._session.engine.model.tiles
-        state = {
-            # By this key `restore` tells this kind of checkpoint from one of `megatier train`.
-            "streamed": self.optimizer.saved_settings(),
-            "environment": read_environment(self.device),
-            "groups": self.groups,
-            "tiles": {module: asdict(decision) for module, decision in tiles.items()},
-            "base": noted_identity(self.model),
-            "compiled": self._compiled,
-            "fp8_products": list(self._session.engine.options.fp8_products),
-            **self._kept,
-        }
-        writer = CheckpointWriter(self._session, path, self.steps, state)
-        return writer.wait()
+        return self._checkpoints.write(Path(folder), self.steps, self.optimizer.saved_settings())
 
     def saved_groups(self, folder: StrPath) -> int | None:
         """Return the number of groups in the steps of a folder's last checkpoint. All ranks call it.
@@ -345,7 +323,7 @@ class StreamedState(ABC):
         # one.
         self._check_between_steps("Restoring a checkpoint")
         self._sync_ranks("restore()")
-        saved = self._saved(Path(folder))
+        saved = self._checkpoints.find_last(Path(folder))
         tiles = read_tiles(saved.state)  # read before anything is changed, as it may be damaged
         # Weights that are held for generation would be old ones.
         self._held.drop_all()
@@ -366,33 +344,9 @@ class StreamedState(ABC):
             TornStateError: the state was interrupted while it changed, so `restore` has to repair it.
         """
         self._finish_updates("Restoring weights", "restore_weights()")
-        saved = self._saved(Path(folder))
+        saved = self._checkpoints.find_last(Path(folder))
         self._held.drop_all()
         restore(self._session, saved.path, weights_only=True)
-
-    def _saved(self, folder: Path) -> SavedStream:
-        """Return the last checkpoint of a folder, and check its optimizer and base.
-
-        A warning names settings that will round the next steps differently.
-        """
-
-        def find() -> SavedStream:
-            saved = SavedStream.find(folder)
-            saved.check(self._kept, noted_identity(self.model))
-            fp8 = self._session.engine.options.fp8_products
-            for remark in saved.remarks(self._compiled, fp8, read_environment(self.device)):
-                warnings.warn(remark, stacklevel=5)  # the line that called `restore` or `restore_weights`
-            return saved
-
-        return self._all_ranks.broadcast(find)
-
-    @property
-    def _compiled(self) -> str:
-        """How layers and loss are compiled, which affects the order of sums."""
-        compilation = self._session.engine.options.compilation
-        if compilation is None:
-            return "not at all"
-        return "for batches of any size" if compilation.any_shape else "for batches of one size"
 
     def _finish_updates(self, what: str, call: str) -> None:
         """Finish all pending updates, so that weights can be read.
@@ -441,11 +395,3 @@ class StreamedState(ABC):
             first += tensor.num_elements
         _, first_tensor = parts[0]
         return master.view(first_tensor.parameter_shape)
-
-
-def _make_ready(folder: Path) -> None:
-    """Create a folder of checkpoints, or repair what a killed process has left half replaced."""
-    folder.mkdir(parents=True, exist_ok=True)
-
-    # A process that was killed between two renames has left the old checkpoint under another name.
-    settle_replaced(folder)
