@@ -182,11 +182,7 @@ def _update_elements(
     v = None if exp_avg_sq is None else tl.load(exp_avg_sq + elements, inside)
     g = tl.load(grad + elements, inside)
     if remainder is not None:
-        # The master's bits are (weight << 16) + remainder. Unsigned, so that the sum wraps around as in C.
-        rest = tl.load(remainder + elements, inside)
-        high = x.to(tl.uint32) << 16
-        low = rest.to(tl.int32).to(tl.uint32, bitcast=True)
-        x = (high + low).to(tl.float32, bitcast=True)
+        x = _join_master(x, tl.load(remainder + elements, inside))
 
     g = _float_of(g) * grad_scale
     if exp_avg_sq is None:
@@ -220,7 +216,28 @@ def _update_elements(
         tl.store(exp_avg + elements, m, inside)
         tl.store(exp_avg_sq + elements, v, inside)
 
-    bits = one_nan(x.to(tl.uint32, bitcast=True))
+    _store_master(weight, remainder, elements, x, inside)
+
+
+@_jit
+def _join_master(weight: tl.tensor, remainder: tl.tensor) -> tl.tensor:
+    """Return the fp32 master of a bf16 weight and its remainder: its bits are (weight << 16) + remainder."""
+    # Unsigned, so that the sum wraps around as in C.
+    high = weight.to(tl.uint32) << 16
+    low = remainder.to(tl.int32).to(tl.uint32, bitcast=True)
+    return (high + low).to(tl.float32, bitcast=True)
+
+
+@_jit
+def _store_master(
+    weight: tl.tensor,
+    remainder: tl.tensor | None,
+    elements: tl.tensor,
+    master: tl.tensor,
+    inside: tl.tensor | None,
+) -> None:
+    """Store an fp32 master: as it is, or split into a bf16 weight and its remainder."""
+    bits = one_nan(master.to(tl.uint32, bitcast=True))
     if remainder is None:
         tl.store(weight + elements, bits.to(tl.float32, bitcast=True), inside)
     else:
