@@ -155,29 +155,38 @@ class StreamedTrl(StreamedTraining):
         Raises:
             ConfigError: names the argument, and what to do instead.
         """
+        self._check_kind(model, given)
+        self._check_options(model, given)
+        self._check_reference(model, given)
+
+    def _check_kind(self, model: Any, given: dict[str, Any]) -> None:  # noqa: ANN401 - the trainer's
+        """Refuse a trainer that would need the model's own weights, or another sort of model."""
+        kinds = {base.__name__ for base in type(self).__mro__}
+        needs_classifier = isinstance(self, RewardTrainer)
+        copies_model = "OnlineDPOTrainer" in kinds and given.get("ref_model") is None
+        refuse_any(
+            *((kind in kinds, f"{kind} over a streamed model: {why}.") for kind, why in WITHOUT_WEIGHTS.items()),
+            (
+                copies_model and not _gets_adapters(model, given),
+                "OnlineDPOTrainer would copy the model for its reference, and its weights are on megatier's tiers. "
+                "Give ref_model.",
+            ),
+            (
+                needs_classifier and isinstance(model, Streamed) and not is_classifier(model.model.config),
+                "RewardTrainer: a reward model is a classifier, and this is a language model. Give the trainer its "
+                "folder, or open it by megatier.stream(folder, num_labels=1).",
+            ),
+        )
+
+    def _check_options(self, model: Any, given: dict[str, Any]) -> None:  # noqa: ANN401 - the trainer's
+        """Refuse options that TRL would follow by a second forward, or by changing the model itself."""
         args = given.get("args")
         template = getattr(args, "chat_template_path", None)
         chosen = given.get("stream_kwargs") or {}
         peft_config = given.get("peft_config")
         is_streamed = isinstance(model, Streamed)
-        has_reference = "ref_model" in self.parameters()
-        reference = given.get("ref_model")
         smooths = getattr(args, "label_smoothing_factor", 0) and getattr(args, "loss_type", "") == "nll"
-        loses_origin = isinstance(model, nn.Module) or (isinstance(model, Streamed) and not model.is_as_in_its_folder)
-        has_adapters = peft_config is not None or _has_adapters(model)
-        kinds = {base.__name__ for base in type(self).__mro__}
         refuse_any(
-            *((kind in kinds, f"{kind} over a streamed model: {why}.") for kind, why in WITHOUT_WEIGHTS.items()),
-            (
-                "OnlineDPOTrainer" in kinds and reference is None and not has_adapters,
-                "OnlineDPOTrainer would copy the model for its reference, and its weights are on megatier's tiers. "
-                "Give ref_model.",
-            ),
-            (
-                isinstance(self, RewardTrainer) and is_streamed and not is_classifier(model.model.config),
-                "RewardTrainer: a reward model is a classifier, and this is a language model. Give the trainer its "
-                "folder, or open it by megatier.stream(folder, num_labels=1).",
-            ),
             (
                 is_streamed and peft_config is not None,
                 "peft_config: megatier.stream has opened this model already. Give it peft_config, or give the "
@@ -217,22 +226,32 @@ class StreamedTrl(StreamedTraining):
                 "quantization_config: TRL would quantise the model while it loads it. Give the folder of a "
                 "quantised model.",
             ),
+        )
+
+    def _check_reference(self, model: Any, given: dict[str, Any]) -> None:  # noqa: ANN401 - the trainer's
+        """Refuse a reference model that TRL would have to make from the streamed one."""
+        args = given.get("args")
+        reference = given.get("ref_model")
+        is_changed = isinstance(model, nn.Module) or (isinstance(model, Streamed) and not model.is_as_in_its_folder)
+        loads_other = is_changed and not _gets_adapters(model, given)
+        lacks_reference = "ref_model" in self.parameters() and reference is None
+        refuse_any(
             (
                 isinstance(reference, str),
                 f"ref_model is {reference!r}: give a model, AutoModelForCausalLM.from_pretrained({reference!r}).",
             ),
             (
-                has_reference and reference is None and getattr(args, "precompute_ref_log_probs", False),
+                lacks_reference and getattr(args, "precompute_ref_log_probs", False),
                 "precompute_ref_log_probs without ref_model: TRL would take a checksum over the model's weights, "
                 "which are on megatier's tiers. Give ref_model.",
             ),
             (
-                hasattr(args, "num_generations") and getattr(args, "beta", 0) and loses_origin and not has_adapters,
+                hasattr(args, "num_generations") and getattr(args, "beta", 0) and loads_other,
                 "beta: TRL would load the reference from the folder that the model's config names, and this model "
                 "does not come from there as it is now. Set it to 0, or open the model by its folder.",
             ),
             (
-                has_reference and reference is None and loses_origin and not has_adapters,
+                lacks_reference and loads_other,
                 "TRL would load the reference from the folder that the model's config names, and this model does "
                 "not come from there as it is now. Give ref_model.",
             ),
@@ -315,10 +334,10 @@ def _is_tokenizer(template: str | None) -> bool:
     return template is not None and not (template.endswith((".jinja", ".j2")) and Path(template).is_file())
 
 
-def _has_adapters(model: Any) -> bool:  # noqa: ANN401 - the trainer's
-    """Return whether a given model has adapters, streamed or not. A folder has none."""
+def _gets_adapters(model: Any, given: dict[str, Any]) -> bool:  # noqa: ANN401 - the trainer's
+    """Return whether the trainer is to train adapters: of its arguments, or of a model that has them already."""
     inside = model.model if isinstance(model, Streamed) else model
-    return getattr(inside, "peft_config", None) is not None
+    return given.get("peft_config") is not None or getattr(inside, "peft_config", None) is not None
 
 
 def _mix(streamed: Streamed, _: nn.Module, reference: nn.Module, alpha: float) -> None:
