@@ -32,8 +32,8 @@ KERNELS = frozenset(
         OPERATOR,
     }
 )
-"""The kernels of `scaled_dot_product_attention`, and the one over images of any sizes. Without them attention is a chain
-of matrix products, of which nothing is kept."""
+"""The kernels of `scaled_dot_product_attention`, and the one over images of any sizes. Without them attention is a
+chain of matrix products, of which nothing is kept."""
 
 _aten = torch.ops.aten
 PASSING_ON = frozenset(

@@ -1,7 +1,7 @@
 """The gradients of units, on their way from compute to the updates.
 
-From `acquire_grad_buffer` to `submit_grad` compute has a buffer on the GPU for a unit's gradient. Then the gradient belongs to
-`Updates`. It goes to RAM or NVMe or stays on the GPU, is added to the gradients of other groups, and is applied.
+From `acquire_grad_buffer` to `submit_grad` compute has a buffer on the GPU for a unit's gradient. Then the gradient
+belongs to `Updates`. It goes to RAM or NVMe or stays on the GPU, is added to the gradients of other groups, and is applied.
 
 Threads: only the thread that computes calls these methods; in a backward that is autograd's.
 """
@@ -56,7 +56,10 @@ class UnitGradients:
         return unit not in self._summed
 
     def acquire_grad_buffer(self, unit: str, *, fits: bool = False) -> torch.Tensor:
-        """Return a GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_in_buffer`."""
+        """Return a GPU buffer, uint8, for the unit's gradient of this group.
+
+        Its contents are unspecified unless `sums_in_buffer`.
+        """
         # The sum was requested at the use of the unit. If that failed, the lease below requests it again, and raises.
         fresh = unit not in self._summed or not self.sums_in_buffer(unit)
         store = self._blocks.store
