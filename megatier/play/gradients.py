@@ -1,7 +1,8 @@
 """The gradients of units, on their way from compute to the updates.
 
 From `acquire_grad_buffer` to `submit_grad` compute has a buffer on the GPU for a unit's gradient. Then the gradient
-belongs to `Updates`. It goes to RAM or NVMe or stays on the GPU, is added to the gradients of other groups, and is applied.
+belongs to `Updates`. It goes to RAM or NVMe or stays on the GPU, is added to the gradients of other groups, and is
+applied.
 
 Threads: only the thread that computes calls these methods; in a backward that is autograd's.
 """
