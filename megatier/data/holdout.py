@@ -20,6 +20,7 @@ def split_documents(config: DataConfig, bad: BadRecords) -> Iterator[tuple[bool,
     """
     split = config.holdout_split
     if config.streaming:
+        # A stream has no known end, so its first rows are held out.
         split = split or config.split
         dataset, _ = hub.stream(config, split)
         rows = read_rows(config, split, dataset.take(config.holdout_rows), bad)

@@ -278,6 +278,7 @@ def _write(
         create_file(partial_paths[1]) as held_out,
         create_file(partial_paths[2]) as images,
     ):
+        # A sequence belongs to one of the two files, so each packs its own conversations.
         writers = RowWriter(train), RowWriter(held_out)
         waiting: tuple[list[ImageRow], list[ImageRow]] = [], []
         kept = ByteWriter(images, ROW_FILES[2])

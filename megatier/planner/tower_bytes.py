@@ -76,6 +76,7 @@ def pixel_bytes(setup: Setup) -> dict[Tier, int]:
     group = round(_largest_rows(setup) * setup.tower.pixel_bytes)
     if not group:
         return {}
+    # The GPU needs room for the largest conversations. RAM holds many at once, so there the mean counts.
     steps = STEPS_AHEAD + 1
     return {
         Tier.GPU: group * setup.work.policy.groups,

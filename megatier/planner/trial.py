@@ -140,6 +140,7 @@ class Trial:
         present = self.work.policy.groups
         groups = times * present
         accesses: list[Access] = []
+        # Every group uses the units in the same order.
         for num_before in range(0, groups, present):
             for access in self.accesses:
                 group = num_before + access.group

@@ -68,6 +68,8 @@ class Filling:
         """
         self._is_left = False
         self._fill_part(unit, kinds, pieces, base=base)
+
+        # No budget counts the buffers, so they do not outlive the filling.
         self._kept = threading.local()
         self._share(unit, kinds, base=base)
 

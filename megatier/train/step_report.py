@@ -125,6 +125,7 @@ class StepReports:
         slowest_busy = {}
         # The report has the lanes of the first rank anyway.
         if slowest is not None and slowest.rank:
+            # `others` begins with the second rank.
             slowest_busy = others[slowest.rank - 1]["busy_seconds"]
 
         report = StepReport(

@@ -113,6 +113,7 @@ def train(
     make_repeatable(config)
     share_interpreter()
 
+    # Whatever fails from here on, all that is open is closed, the last part first.
     with ExitStack() as stack:
         device = choose_device(config.tiers.device)
         ranks = stack.enter_context(joined(device.type))
@@ -131,6 +132,8 @@ def train(
                 stack, setup, expected, ranks, console, resumes=resumes, accepts_changes=accepts_changes
             )
             sources = _open_sources(run)
+
+        # A run that is killed before its first save is compared with these when it is resumed.
         if not resumes and run.writes:
             write_numbers(run.directory.path / NUMBERS_FILE, setup.config, sources.origin)
         outcome = _take_steps(run, sources, reader, trackers)
@@ -165,7 +168,11 @@ def _take_steps(run: BegunRun, sources: Sources, reader: WeightReader, trackers:
         MegatierError: the session cannot be opened, or a step, a save or the export failed.
     """
     session, text = _open_session(run, sources.tokens)
+
+    # Only the text says how many sequences there are, and so how many steps an epoch takes.
     config = replace(run.setup.config, train=text.with_steps(run.setup.config.train, run.console))
+
+    # The room on the drive is checked before the weights are filled, which takes minutes for a large model.
     forecast = None if run.expected is None else run.expected.forecast
     plan = SavePlan.of(config.output, session, forecast, is_done=run.start.is_done(config.train))
     if run.writes:

@@ -88,6 +88,7 @@ class Watchdog:
     def __exit__(self, *exception: object) -> None:
         self._closed.set()
         if self._look_s:
+            # The thread may still send the signal, so the handler stays until the thread has ended.
             self._thread.join()
             if self._trainer is not None:
                 signal.signal(SIGNAL, self._handler)
@@ -103,6 +104,7 @@ class Watchdog:
         Raises:
             StallError: there was no progress for too long.
         """
+        # The watchdog's thread reads both, so they change together.
         with self._lock:
             self._player = player
             self._done = done
