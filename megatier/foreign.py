@@ -40,25 +40,25 @@ REASON_CHARACTERS_MAX = 300
 """The most characters of a reason in a message."""
 
 INSTALLED_BY = re.compile(r"`pip install ([^`]+)`")
-"""What transformers says of a package that is missing."""
+"""The words of transformers about a missing package."""
 
-Kind = Callable[[str], MegatierError]
-"""Makes the error that a caller promises from a message."""
+MakeError = Callable[[str], MegatierError]
+"""Makes the caller's error from a message."""
 
 _seen: ContextVar[dict[Path, FileVersion | None] | None] = ContextVar("seen", default=None)
-"""The files that were looked for inside of `one_version`, as they were at first; None: nothing is compared."""
+"""The first versions of the files inside of `one_version`; None outside of it."""
 
 
 @contextlib.contextmanager
 def one_version() -> Iterator[None]:
-    """Check that a file which is opened here, and again later by whomever, is the same one each time.
+    """Check that each file that is opened in this context stays the same, even if a library opens it again.
 
-    A file that is not there at first does not come. As a decorator it is around each call of a function.
+    A missing file has to stay missing. It can be used as a decorator too.
 
     Raises:
-        FileChangedError: a file was replaced, written, removed or put there meanwhile. Names the first.
+        FileChangedError: a file was replaced, written, removed or created. The error names the first one.
     """
-    # If there is one around this one, that compares for both, and over a longer time.
+    # An outer context compares for both.
     if _seen.get() is not None:
         yield
         return
@@ -78,11 +78,11 @@ def note(path: Path, file: int | None = None) -> None:
     """Note a file for `one_version`, before another library opens it or after it was opened.
 
     Args:
-        path: its path.
-        file: the open file; None: whatever is at the path.
+        path: the path of the file.
+        file: the descriptor of the open file; None: look at the path.
 
     Raises:
-        FileChangedError: it is another one than before.
+        FileChangedError: the file differs from the one before.
     """
     seen = _seen.get()
     if seen is None:
@@ -100,8 +100,8 @@ def at_one_commit(snapshot: str) -> Path:
 
 
 @contextlib.contextmanager
-def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedReader]:
-    """Open a plain file for reading.
+def opened(path: Path, kind: MakeError, *, pipes: bool = False) -> Iterator[BufferedReader]:
+    """Open a regular file for reading.
 
     Args:
         path: the file. Links are followed, because the hub's cache is made of them.
@@ -110,13 +110,13 @@ def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedR
             named.
 
     Raises:
-        FileNotFoundError: there is nothing at this path.
+        FileNotFoundError: the path does not exist.
         FileChangedError: see `one_version`.
-        MegatierError: the error of `kind`: it is something else, or cannot be read. The message names it.
+        MegatierError: the error of `kind`: it is not a regular file, or cannot be read.
     """
     try:
-        # Opening a pipe that nobody writes to would wait for ever, before anything could be asked about it. It is asked
-        # of the open file, which nobody can exchange any more.
+        # A blocking open of a pipe without a writer would wait for ever. The open file is checked, because nobody can
+        # replace it any more.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipes else os.O_NONBLOCK))
         try:
             mode = os.fstat(file).st_mode
@@ -135,26 +135,25 @@ def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedR
         raise kind(f"cannot read {path}: {os.strerror(error.errno or 0)}.") from error
 
 
-def read_input(path: Path, max_bytes: int, kind: Kind, *, pipes: bool = False) -> bytes:
+def read_input(path: Path, max_bytes: int, kind: MakeError, *, pipes: bool = False) -> bytes:
     """Return the bytes of a whole file of at most `max_bytes`.
 
     Raises:
-        FileNotFoundError, MegatierError: as in `opened`; or it is larger.
+        FileNotFoundError, MegatierError: as in `opened`; or the file is larger.
     """
     with opened(path, kind, pipes=pipes) as stream:
-        # One byte more than is allowed shows that a file is too large, whatever its size is said to be: it may be a
-        # pipe, or grow.
+        # Read one byte more than allowed, because the size of a pipe is not known, and a file may grow.
         raw = stream.read(max_bytes + 1)
     if len(raw) > max_bytes:
         raise kind(f"{path} has more than {mib(max_bytes)}, which no file of its kind has; it was not read.")
     return raw
 
 
-def read_text(path: Path, kind: Kind, *, pipes: bool = False) -> str:
+def read_text(path: Path, kind: MakeError, *, pipes: bool = False) -> str:
     """Return the text of a file of settings.
 
     Raises:
-        FileNotFoundError, MegatierError: as in `read_input`; or it is not UTF-8.
+        FileNotFoundError, MegatierError: as in `read_input`; or the text is not UTF-8.
     """
     raw = read_input(path, SETTINGS_BYTES_MAX, kind, pipes=pipes)
     try:
@@ -163,7 +162,7 @@ def read_text(path: Path, kind: Kind, *, pipes: bool = False) -> str:
         raise kind(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}.") from error
 
 
-def read_json(path: Path, max_bytes: int, kind: Kind) -> Any:  # noqa: ANN401  JSON holds anything
+def read_json(path: Path, max_bytes: int, kind: MakeError) -> Any:  # noqa: ANN401  JSON holds anything
     """Return the contents of a JSON file.
 
     Raises:
@@ -173,11 +172,11 @@ def read_json(path: Path, max_bytes: int, kind: Kind) -> Any:  # noqa: ANN401  J
     return parse_json(raw, str(path), kind)
 
 
-def read_object(path: Path, max_bytes: int, kind: Kind) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
+def read_object(path: Path, max_bytes: int, kind: MakeError) -> dict[str, Any]:
+    """Return the object in a JSON file.
 
     Raises:
-        FileNotFoundError, MegatierError: as in `read_json`; or it holds something else.
+        FileNotFoundError, MegatierError: as in `read_json`; or the content is not an object.
     """
     tree = read_json(path, max_bytes, kind)
     if not isinstance(tree, dict):
@@ -185,8 +184,8 @@ def read_object(path: Path, max_bytes: int, kind: Kind) -> dict[str, Any]:
     return tree
 
 
-def parse_json(raw: bytes, where: str, kind: Kind) -> Any:  # noqa: ANN401
-    """Return the contents of JSON in which no object has a key twice.
+def parse_json(raw: bytes, where: str, kind: MakeError) -> Any:  # noqa: ANN401
+    """Parse JSON in which no object has a key twice.
 
     Args:
         raw: the JSON, in UTF-8.
@@ -194,10 +193,10 @@ def parse_json(raw: bytes, where: str, kind: Kind) -> Any:  # noqa: ANN401
         kind: makes the error to raise.
 
     Raises:
-        MegatierError: the error of `kind`: it is no JSON, or larger or deeper than anybody writes.
+        MegatierError: the error of `kind`: it is not valid JSON, or too large or too deep.
     """
-    # Counted in the text, because the parser takes the RAM before it has anything to count. Signs inside of strings
-    # count too, which only makes the bound stricter.
+    # Counted in the text, because the parser would allocate first. Characters in strings count too, which only makes
+    # the limit stricter.
     num_containers = raw.count(b"{") + raw.count(b"[")
     num_values = raw.count(b",")
     if num_containers > CONTAINERS_MAX or num_values > VALUES_MAX:
@@ -217,9 +216,9 @@ def parse_json(raw: bytes, where: str, kind: Kind) -> Any:  # noqa: ANN401
 
 @contextlib.contextmanager
 def reading(
-    what: str, kind: Kind, reason: Callable[[BaseException], str] | None = None, remedy: str = ""
+    what: str, kind: MakeError, reason: Callable[[BaseException], str] | None = None, remedy: str = ""
 ) -> Iterator[None]:
-    """Let another library read input inside, and turn whatever it raises into one error of ours.
+    """Turn any exception of a library that reads input in this context into one error of megatier.
 
     Args:
         what: the failure, such as "/models/a: transformers does not take config.json". The reason is added to it.
@@ -234,17 +233,17 @@ def reading(
         yield
     except MegatierError:
         raise
-    # Only here is it right to catch any exception. These libraries check little of what they read. So a wrong type in a
-    # file may raise anything, in whichever line meets it first, and no list of exceptions would be complete.
+    # Only here any exception is caught. These libraries check little, so a wrong type in a file may raise anything,
+    # anywhere, and no list of exceptions would be complete.
     except BaseException as error:
-        # A panic in the Rust code of the tokenizers library is no Exception, and its class cannot be imported.
+        # A panic in the Rust code of tokenizers is not an Exception, and its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise kind(f"{what}: {(reason or reason_of)(error)}. {remedy}".rstrip()) from error
 
 
 UNFINISHED_ENDS = (":", ",", " or", " and")
-"""Ends of a line after which its sentence goes on."""
+"""Ends of a line whose sentence goes on in the next line."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -278,14 +277,14 @@ def first_sentence(error: BaseException) -> str:
 
 
 def shown(text: str, max_characters: int = REASON_CHARACTERS_MAX) -> str:
-    """Return text of others for a message: cut if it is long, with unprintable characters spelt out."""
-    # Escape sequences in a stranger's text would act on the terminal.
+    """Return untrusted text for a message: cut if it is long, and with unprintable characters escaped."""
+    # Escape sequences would control the terminal.
     cut = text if len(text) <= max_characters else f"{text[:max_characters]}..."
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these keys and values, and refuse a key that comes twice."""
+    """Return the object of these keys and values. Raise if a key comes twice."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
         raise ValueError("a key comes twice")
@@ -293,8 +292,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _depth_exceeds(tree: object) -> bool:
-    """Return whether more than DEPTH_MAX lists and objects lie inside each other."""
-    # The walk goes level by level, because a recursion over something that deep would fail.
+    """Return whether lists and objects are nested deeper than DEPTH_MAX."""
+    # Level by level, because recursion would fail at such a depth.
     level: list[Any] = [tree] if isinstance(tree, dict | list) else []
     depth = 0
     while level and depth <= DEPTH_MAX:

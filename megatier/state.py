@@ -15,18 +15,18 @@ from typing import Literal
 from megatier.tier import STATE_KINDS, Kind
 
 MASTERS = "params"
-"""The group of a checkpoint that holds the fp32 masters."""
+"""The name of the group of fp32 masters in a checkpoint."""
 
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "int16": 2, "uint8": 1}
-"""Bytes of an element, by the name of its torch dtype: this module does without torch."""
+"""Bytes of an element, by the name of its torch dtype, because this module does not import torch."""
 IN_MASTER = (Kind.WEIGHT, Kind.REMAINDER)
-"""The kinds that together are the fp32 master."""
+"""The kinds that form the fp32 master together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plane:
-    """One kind of state, side by side for all elements of a unit."""
+    """One kind of state of all elements of a unit."""
 
     kind: Kind
     dtype: str
@@ -39,7 +39,7 @@ class Plane:
 
     @property
     def array(self) -> str:
-        """The group of a checkpoint's fp32 arrays to which it goes. The planes of the master share theirs."""
+        """The group of the plane in a checkpoint. The planes of the master share one."""
         return MASTERS if self.kind in IN_MASTER else str(self.kind)
 
 
