@@ -41,7 +41,8 @@ from megatier.play.gate import Gate
 from megatier.play.gradients import UnitGradients
 from megatier.play.offload import Offload
 from megatier.play.optimizer_protocol import Optimizer
-from megatier.play.passes import Orders, Pass
+from megatier.play.orders import Orders
+from megatier.play.passes import Pass
 from megatier.play.state_reader import StateReader
 from megatier.play.unit_blocks import UnitBlocks
 from megatier.play.unit_weights import UnitWeights

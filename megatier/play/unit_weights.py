@@ -21,7 +21,8 @@ from megatier.play.collectives import Collectives
 from megatier.play.gate import Gate
 from megatier.play.gradients import UnitGradients
 from megatier.play.offload import Offload
-from megatier.play.passes import Orders, Pass
+from megatier.play.orders import Orders
+from megatier.play.passes import Pass
 from megatier.play.unit_blocks import UnitBlocks
 from megatier.play.updates import Updates
 from megatier.schedule.demand import Demand

@@ -1,4 +1,4 @@
-"""Passes: what is recorded of them, how far one has come, and what it leaves out."""
+"""Orders and passes: what is recorded of passes, how far one has come, and what it leaves out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from small_timelines import accesses, placement, planned_updates
 
 from megatier.errors import TimelineError
-from megatier.play.passes import Orders, Pass
+from megatier.play.orders import Orders
+from megatier.play.passes import Pass
 from megatier.schedule.timeline import Access, Load
 from megatier.tier import Phase
 
