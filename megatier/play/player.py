@@ -203,6 +203,23 @@ class Player:
             with self.recorder.waiting(self.updates.wait_cause):
                 self.drain()
 
+        timeline = self._plan(name, text_groups)
+
+        # An interrupt from here on is followed by `cancel`.
+        self._pass.is_open = True
+
+        # After an interrupt in here nobody would know which updates were submitted.
+        with self._store.consistency.change:
+            if self._pass.trains:
+                self._own_gradients.begin()
+                self.updates.begin()
+            # Point 3.
+            if timeline is not None:
+                self._submit(timeline.items)
+            self._updates_due = frozenset()
+
+    def _plan(self, name: str, text_groups: Collection[int]) -> Timeline | None:
+        """Plan the pass that begins. Return its timeline; None if its order is not known."""
         # Units whose speculative update was confirmed are not updated again.
         due = self._updates_due - self.updates.speculation.updated
         absent: frozenset[tuple[str, int]] = frozenset()
@@ -218,19 +235,7 @@ class Player:
         # With several ranks the queue `ranks` asks for the sums.
         if timeline is not None and self._pass.trains and self._collectives is None:
             self._pass.sums_ahead = self._moves.sums_ahead(timeline)
-
-        # An interrupt from here on is followed by `cancel`.
-        self._pass.is_open = True
-
-        # After an interrupt in here nobody would know which updates were submitted.
-        with self._store.consistency.change:
-            if self._pass.trains:
-                self._own_gradients.begin()
-                self.updates.begin()
-            # Point 3.
-            if timeline is not None:
-                self._submit(timeline.items)
-            self._updates_due = frozenset()
+        return timeline
 
     def _submit(self, items: Iterable[Item]) -> None:
         """Hand each item to its queue, which may begin at once, and count the bytes that it moves."""
