@@ -18,7 +18,7 @@ from typing import Literal
 
 from megatier.errors import PlanError
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.gpu import fill_gpu
+from megatier.schedule.gpu import GpuShare, fill_gpu
 from megatier.schedule.policy import Policy
 from megatier.schedule.ram import Homes, RamShare, fill_ram, spills
 from megatier.schedule.sizes import grad_bytes, home_bytes, state_bytes, trained_units
@@ -93,7 +93,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     """
     # The gradient of a streamed unit stays on the GPU, where its update needs it.
     gpu = fill_gpu(units, budgets.gpu, policy)
-    streamed = tuple(spec.name for spec in gpu.streamed)
+    streamed = {spec.name for spec in gpu.streamed}
     shipped = [spec for spec in trained_units(gpu.rest) if spec.name not in streamed]
     ram = fill_ram(units, gpu.rest, shipped, budgets, policy)
 
@@ -102,6 +102,22 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         none_streamed = replace(policy, streamed_share=0.0)
         return place(units, budgets, none_streamed)
 
+    return _combine(units, gpu, ram, shipped, budgets, policy)
+
+
+def _combine(
+    units: Sequence[UnitSpec],
+    gpu: GpuShare,
+    ram: RamShare,
+    shipped: Sequence[UnitSpec],
+    budgets: Budgets,
+    policy: Policy,
+) -> Placement:
+    """Return the placement of the shares of GPU and RAM, with the rest on NVMe.
+
+    Raises:
+        PlanError: NVMe is too small.
+    """
     homes = {(spec.name, kind): Tier.GPU for spec in gpu.resident for kind in spec.kinds}
     homes |= ram.homes
     slots = gpu.slots + ram.slots
@@ -135,7 +151,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         grad_homes=_grad_homes(trained_units(units), shipped, ram.waiting, policy),
         sums_on_gpu=sums_on_gpu and policy.groups > 1,
         num_ranks=policy.num_ranks,
-        streamed=streamed,
+        streamed=tuple(spec.name for spec in gpu.streamed),
         spilled=tuple(spec.name for spec in spilled),
         generations=generations,
         speculative=tuple(spec.name for spec in units if spec.name in speculative),
