@@ -33,6 +33,8 @@ class JobList:
         for move in moves:
             amount = move.num_bytes / pieces
             last = self.add(move.queue, name, amount, *after)
+
+            # The next move takes the bytes on, so it waits for this one alone.
             after = (last,)
         return last
 

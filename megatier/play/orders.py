@@ -147,6 +147,7 @@ class Orders:
 
     def forget_absent(self) -> None:
         """Load all units for all groups again, until groups without pixels leave some out once more."""
+        # A pass that needed such a unit has shown that they say nothing of later batches.
         self._for_pixels.clear()
 
     def timeline(

@@ -138,6 +138,7 @@ def _open_default_group(backend: str, rank: int, size: int, is_given_up: _native
     import torch.distributed as dist
     from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
+    # torchrun keeps its store between starts of the ranks, so each start needs a prefix of its own.
     store, _, _ = next(rendezvous("env://"))
     name = _meet(store, rank, size, is_given_up)
     dist.init_process_group(

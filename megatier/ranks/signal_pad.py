@@ -77,6 +77,7 @@ class SignalPad:
 
     def address(self, reader: int, signal: Signal, writer: int) -> int:
         """Return the address of a signal, which the CUDA driver takes."""
+        # Laid out as in `numbers`, of which the driver knows nothing.
         index = (reader * len(Signal) + signal) * self._size + writer
         return int(self.numbers.ctypes.data) + index * NUMBER_BYTES
 

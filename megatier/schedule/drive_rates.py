@@ -28,6 +28,7 @@ class DriveRates:
 
     def times(self, factor: float) -> DriveRates:
         """Return the drive with all rates multiplied by a factor."""
+        # Slow, usual and fast seconds vary together, so one factor changes all rates.
         rates = {}
         for field in dataclasses.fields(self):
             rate = getattr(self, field.name)

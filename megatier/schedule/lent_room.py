@@ -26,6 +26,7 @@ class LentRoom:
 
 def shard_bytes(units: Collection[UnitSpec], policy: Policy) -> int:
     """Return the bytes that an all-gather of weights needs beside the result: the largest shard of a unit."""
+    # A single rank has nothing to gather.
     return max(block_bytes(spec, Kind.WEIGHT) for spec in units) if policy.num_ranks > 1 else 0
 
 

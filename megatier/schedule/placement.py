@@ -118,6 +118,7 @@ def _combine(
     Raises:
         PlanError: NVMe is too small.
     """
+    # The two never overlap, because RAM was filled with the units that the GPU has left.
     homes = {(spec.name, kind): Tier.GPU for spec in gpu.resident for kind in spec.kinds}
     homes |= ram.homes
     slots = gpu.slots + ram.slots

@@ -48,4 +48,5 @@ class Policy:
     @property
     def speculates(self) -> bool:
         """Whether there is a spare generation for speculative updates, beside the valid and the kept one."""
+        # The immediate mode needs no speculation, because its updates wait for no norm.
         return self.deferred and self.generations > 1 + self.savepoints

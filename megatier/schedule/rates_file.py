@@ -53,6 +53,7 @@ def read_rates(path: Path) -> Rates:
     if isinstance(parsed.get("rates"), dict):
         parsed = parsed["rates"]
 
+    # Drives are a list of their own, so they are taken out before all other names are checked.
     given = dict(parsed)
     listed = given.pop("drives", [])
     if not isinstance(listed, list) or not all(isinstance(drive, dict) for drive in listed):

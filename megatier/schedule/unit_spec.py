@@ -36,6 +36,7 @@ class UnitSpec:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of state of the unit. A frozen unit has only weights."""
+        # Frozen weights never change, so they need neither moments nor the rest of a master.
         return self.schema.kinds if self.num_trained else (Kind.WEIGHT,)
 
     def elements_of(self, kind: Kind) -> int:

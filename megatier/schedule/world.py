@@ -20,6 +20,7 @@ class World:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
+        # Each rank gets an equal share of its host, so hosts need equally many ranks.
         are_positive = self.num_ranks >= 1 and self.num_hosts >= 1
         if not are_positive or self.num_ranks % self.num_hosts:
             raise ConfigError(

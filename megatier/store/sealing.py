@@ -35,4 +35,5 @@ class Sealing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Kept, so that later calls name the cause instead of finding half of the memory.
         self._failure = error
