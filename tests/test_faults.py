@@ -67,6 +67,31 @@ def test_train_checkpoint_on_a_drive_that_fills_up_ends_the_run_which_goes_on_on
     assert found["outcome"] == whole
 
 
+def test_train_whose_records_meet_a_full_drive_saves_its_last_step_elsewhere_and_goes_on_once_there_is_room(
+    tmp_path: Path, python: WarmPython
+) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    done = python.run([FAULTS / "full_records.py", tmp_path, drive])
+    if done.returncode == NO_NAMESPACES:
+        pytest.skip("no mount namespaces for this user")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    before, after = found["before"], found["after"]
+    assert before["code"] == 2
+    assert f"cannot write {drive}/run/metrics.jsonl: No space left on device. Free space" in before["errors"]
+    (saved,) = before["checkpoints"]
+    assert saved > "step-00000003"
+    assert (after["code"], after["errors"]) == (0, "")
+
+    # The record of that step alone is lost.
+    settings = {"train.steps": 12, "output.checkpoint_every": 0}
+    assert main(command(tmp_path, settings)) == 0
+    whole = outcome(tmp_path / "run")
+    del whole["losses"][int(saved[5:]) - 1]
+    assert found["outcome"] == whole
+
+
 def test_train_checkpoint_over_the_file_size_limit_ends_the_run_which_goes_on_without_it(
     tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,14 +56,17 @@ class MetricsLog:
         """Append a record. NaN and infinities, which JSON lacks, become text: "nan", "inf", "-inf".
 
         Raises:
-            ConfigError: the drive is full or gone.
+            ConfigError: the drive is full or gone. Nothing of the record is written.
         """
         # Made whole before it is written, and written at once: only a kill can leave half a line.
         line = json.dumps(plain(record), allow_nan=False)
         encoded = f"{line}\n".encode()
         with refusing(f"write {self._path}"):
-            # A drive that fills up takes a part of a line without an error.
-            if self._file.write(encoded) != len(encoded):
+            # A drive that fills up takes a part of a line without an error. What it took is dropped again, so that the
+            # record may come once there is room.
+            written = self._file.write(encoded)
+            if written != len(encoded):
+                self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def cut_after(self, step: int) -> tuple[list[int], int]:

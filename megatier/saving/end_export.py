@@ -76,7 +76,7 @@ def export_at_end(
 
     # The first rank alone writes the model. If it failed, all ranks save the state together.
     if (reason := all_ranks.broadcast(lambda: None if error is None else str(error))) is not None:
-        saved = saves.save_unexported(step, partial(say, console))
+        saved = saves.save_at_end(step, partial(say, console))
         raise ExportError(reason, step, _describe_resume(directory, saved)) from error
 
 

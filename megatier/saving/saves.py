@@ -292,12 +292,7 @@ class Saves:
 
     def describe_resume(self, say: Say) -> str:
         """Return a sentence that says how to resume the run. Waits for the checkpoint that is being written, if any."""
-        try:
-            self.finish_checkpoint(say)
-        except StallError:
-            raise
-        except MegatierError as error:
-            say(f"no checkpoint: {error}")
+        self._finish_or_say(say)
 
         # The first rank looks for all, so every rank has to ask for both.
         newest = [self._find_last(folder) for folder in (self._folder, self._savepoints)]
@@ -309,6 +304,24 @@ class Saves:
                 "output.savepoint_every as well."
             )
         return f"`megatier resume {run}` goes on from {max(saved, key=parse_step)}."
+
+    def save_last_step(self, step: int, say: Say) -> None:
+        """Save a run that has to end after a step, whatever becomes of the checkpoint on its way.
+
+        Raises:
+            StallError: the drive never answered.
+        """
+        self._finish_or_say(say)
+        self.save_at_end(step, say)
+
+    def _finish_or_say(self, say: Say) -> None:
+        """Wait for the checkpoint that is on its way, and tell of its error if it fails."""
+        try:
+            self.finish_checkpoint(say)
+        except StallError:
+            raise
+        except MegatierError as error:
+            say(f"no checkpoint: {error}")
 
     # ------------------------------------------------------------------ savepoints
 
@@ -347,7 +360,7 @@ class Saves:
             return
         self._position = position
         try:
-            saved = self.save_unexported(step, say)
+            saved = self.save_at_end(step, say)
         except torch.OutOfMemoryError as error:
             say(f"step {step}: no checkpoint: {error}")
             return
@@ -360,7 +373,7 @@ class Saves:
         """Let the watchdog watch an export by the number of pieces that it has written."""
         return self._watchdog.watch(self._session.player, lambda: done.count)
 
-    def save_unexported(self, step: int, say: Say) -> Path | None:
+    def save_at_end(self, step: int, say: Say) -> Path | None:
         """Save the last step of a run that cannot be exported or cannot go on.
 
         A checkpoint is tried first. If that fails, a savepoint is, provided that the run makes savepoints.

@@ -28,9 +28,10 @@ from megatier.report.console import say
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress
-from megatier.saving.saves import Record, Saves, Say
+from megatier.saving.saves import Saves, Say
 from megatier.session.session import Session
 from megatier.trace.events import STEP_EVENT, TraceEvent, account
+from megatier.train.record_writers import RecordWriters
 from megatier.train.shared_text import Rows, SharedText
 from megatier.train.step_report import StepReports, StepTimes
 from megatier.train.stop import StopRequest
@@ -56,7 +57,7 @@ class Loop:
         console: Console,
         session: Session,
         text: SharedText,
-        record: Record,
+        record: RecordWriters,
         expected: Prediction | None,
         watchdog: Watchdog,
         saves: Saves,
@@ -141,7 +142,11 @@ class Loop:
                 # Read once, because a signal may come at any time, and saving and stopping have to agree. All ranks
                 # have to agree too, since any of them may have been told to stop.
                 is_last = self._is_over()
-                stops = self._all_ranks.any(stop.is_asked) and not is_last
+                told = self._all_ranks.all_gather_object((stop.is_asked, self._record.error is not None))
+                if any(is_unwritten for _, is_unwritten in told) and not is_last:
+                    self._saves.save_last_step(step, progress.note)
+                    return "stopped"
+                stops = any(is_asked for is_asked, _ in told) and not is_last
                 self._saves.save_after(step, progress.note, is_last=is_last, stops=stops)
                 if stops or is_last:
                     break

@@ -7,7 +7,7 @@ All of it happens on the training thread.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ from megatier.report.trackers import Sender, TrackedRun, load_trackers
 from megatier.saving.end_export import export_at_end
 from megatier.saving.origin import Origin, read_origin
 from megatier.saving.save_plan import SavePlan
-from megatier.saving.saves import Record, Saves
+from megatier.saving.saves import Saves
 from megatier.saving.upload import check_login, upload
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
@@ -73,6 +73,7 @@ from megatier.train.description import (
     make_opening_record,
 )
 from megatier.train.loop import Loop, Outcome
+from megatier.train.record_writers import Figures, RecordWriters
 from megatier.train.restart import find_restarted_run
 from megatier.train.shared_setup import plan_setup
 from megatier.train.shared_text import SharedText, Text
@@ -136,12 +137,15 @@ def train(
         # A run that is killed before its first save is compared with these when it is resumed.
         if not resumes and run.writes:
             write_numbers(run.directory.path / NUMBERS_FILE, setup.config, sources.origin)
-        outcome = _take_steps(run, sources, reader, trackers)
+        outcome, record = _take_steps(run, sources, reader, trackers)
 
     # This comes last, because a large model takes long to upload and memory and drives are free by now.
     repository = config.output.push_to_hub
     if repository is not None and outcome != "stopped" and run.writes:
         upload(run.console, run.directory.path / MODEL_FOLDER, repository, private=config.output.hub_private_repo)
+
+    # Only now, when nothing is left that it could keep from being saved.
+    record.check()
 
 
 class Sources(NamedTuple):
@@ -155,8 +159,10 @@ class Sources(NamedTuple):
     """The changes since the run began or was saved, all of which the user has accepted."""
 
 
-def _take_steps(run: BegunRun, sources: Sources, reader: WeightReader, trackers: Mapping[str, Any]) -> Outcome:
-    """Open the session, fill it, take all steps, and export the model; return how the steps ended.
+def _take_steps(
+    run: BegunRun, sources: Sources, reader: WeightReader, trackers: Mapping[str, Any]
+) -> tuple[Outcome, RecordWriters]:
+    """Open the session, fill it, take all steps, and export the model; return how the steps ended, and the records.
 
     Args:
         run: begun, with its setup.
@@ -187,6 +193,7 @@ def _take_steps(run: BegunRun, sources: Sources, reader: WeightReader, trackers:
     record = _open_records(run, config, trackers)
     first = make_opening_record(session, list_tier_states(session), run.expected, sources.changes)
     record({"step": run.start.step, **first})
+    record.check()
     saves = Saves(config, session, lambda: text.state, sources.origin, plan, run.watchdog, record)
     loop = Loop(config, run.console, session, text, record, run.expected, run.watchdog, saves)
     outcome = loop.run(run.start.state)
@@ -195,7 +202,7 @@ def _take_steps(run: BegunRun, sources: Sources, reader: WeightReader, trackers:
     _finish(run, config, session, sources.tokens, saves, outcome, loop.last_step)
     if config.output.trace and run.writes:
         write_trace(run.directory.path / TRACE_FILE, loop.traced)
-    return outcome
+    return outcome, record
 
 
 def _describe_machine(config: RunConfig, device: torch.device, ranks: Ranks | None, *, resumes: bool) -> Machine:
@@ -374,7 +381,7 @@ def _check_held_out(config: RunConfig, text: Text) -> None:
         )
 
 
-def _open_records(run: BegunRun, config: RunConfig, trackers: Mapping[str, Any]) -> Record:
+def _open_records(run: BegunRun, config: RunConfig, trackers: Mapping[str, Any]) -> RecordWriters:
     """Open metrics.jsonl, and TensorBoard's files and trackers if settings ask for them.
 
     Args:
@@ -383,10 +390,10 @@ def _open_records(run: BegunRun, config: RunConfig, trackers: Mapping[str, Any])
         trackers: the libraries of trackers, by name.
 
     Returns:
-        A function that writes figures to all of them. On all ranks but the first it does nothing.
+        What writes figures to all of them. On all ranks but the first it does nothing.
     """
     if not run.writes:
-        return lambda figures: None
+        return RecordWriters()
     stack, console, directory = run.stack, run.console, run.directory
     last_step = run.start.step
     log = stack.enter_context(MetricsLog(directory.path / METRICS_FILE))
@@ -396,7 +403,7 @@ def _open_records(run: BegunRun, config: RunConfig, trackers: Mapping[str, Any])
     for number in not_records:
         say(console, f"{METRICS_FILE}, line {number}: this is no record, perhaps because a kill cut it. It is dropped.")
 
-    writers: list[Record] = [log.write]
+    writers: list[Callable[[Figures], None]] = [log.write]
     if config.output.writes_tensorboard:
         scalars = stack.enter_context(ScalarEvents(directory.path / TENSORBOARD_FOLDER, last_step + 1))
         writers.append(scalars.write)
@@ -413,11 +420,7 @@ def _open_records(run: BegunRun, config: RunConfig, trackers: Mapping[str, Any])
         sender = stack.enter_context(Sender(name, library, tracked, partial(say, console)))
         writers.append(sender.write)
 
-    def record(figures: Mapping[str, object]) -> None:
-        for write in writers:
-            write(figures)
-
-    return record
+    return RecordWriters(writers)
 
 
 def _finish(

@@ -13,13 +13,14 @@ from crossed import some
 from rank_pool import POOL
 from ranked_runs import figures, sizes, train_in, write_run
 from rich.console import Console
-from small_commands import files_of
+from small_commands import after_step, files_of
 
 from megatier.checkpoint import chunkfile
 from megatier.checkpoint.checkpoint_clock import CheckpointClock
 from megatier.checkpoint.plane_writer import PlaneWriter
 from megatier.config.schema import RunConfig
 from megatier.errors import CapacityError, ExportError, MegatierError, TransferError
+from megatier.report import metrics
 from megatier.saving import end_export
 from megatier.saving.saves import Saves, Say
 from megatier.session.session import Session
@@ -124,6 +125,29 @@ def test_checkpoint_that_one_rank_alone_cannot_save_ends_all_with_the_cause(what
     POOL.close()
     assert found == [("TransferError", str(FULL))] * 2
     assert list((folder / "run/checkpoints").iterdir()) == []
+
+
+def train_on_a_full_drive(folder: Path) -> str:
+    """Train on this rank, where no record of a step after the first can be written; return what ends it."""
+
+    def fill() -> None:
+        patch.setattr(metrics, "refusing", refuse)
+
+    with after_step(1, fill), pytest.MonkeyPatch.context() as patch:
+        try:
+            train_in(folder, ("--train.steps=4",))
+        except MegatierError as error:
+            return str(error)
+    return ""
+
+
+def test_record_that_the_first_rank_cannot_write_ends_all_with_a_checkpoint(folder: Path) -> None:
+    first, _ = POOL.run(train_on_a_full_drive, 2, folder)
+    POOL.close()
+    assert first == str(FULL)
+    assert [path.name for path in (folder / "run/checkpoints").iterdir()] == ["step-00000002"]
+    POOL.run(train_in, 2, folder, (), True)
+    assert (folder / "run/model/model.safetensors").is_file()
 
 
 def train_with_an_export_that_fails(folder: Path, place: str) -> str:
