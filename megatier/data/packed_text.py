@@ -19,6 +19,7 @@ from megatier.data.records import BadRecords
 from megatier.data.shuffle import permute
 from megatier.data.token_files import tokenise
 from megatier.data.token_range import TokenRange
+from megatier.data.unknown_tokens import NONE_UNKNOWN, UnknownTokens
 from megatier.errors import DataError
 
 
@@ -45,6 +46,7 @@ class PackedText:
         tokenizer: PreTrainedTokenizerBase,
         directory: Path,
         progress: Callable[[int], None] = lambda _: None,
+        unknown: UnknownTokens = NONE_UNKNOWN,
     ) -> PackedText:
         """Tokenise the dataset into `train.tokens` and `holdout.tokens` in a directory.
 
@@ -53,13 +55,14 @@ class PackedText:
             tokenizer: makes tokens.
             directory: where the files lie.
             progress: is called with the number of tokens that came since the last call.
+            unknown: the tokens for which the model has no embeddings; a text that spells one is refused.
 
         Raises:
             DataError: a path is missing, a line is malformed, there is no text or less than one sequence, or no room
                 for the files.
         """
         bad = BadRecords(skips=config.skip_bad)
-        train, held_out, damaged = tokenise(config, tokenizer, directory, bad, progress)
+        train, held_out, damaged = tokenise(config, tokenizer, directory, bad, progress, unknown)
         train, held_out = _split_few(train, held_out, config)
         if train.num_tokens < config.sequence_length:
             raise DataError(

@@ -23,6 +23,7 @@ from megatier.data.long_text import PIECE_CHARACTERS, tokenise_long_text
 from megatier.data.records import BadRecords
 from megatier.data.template import tokenise_chats
 from megatier.data.tokenizer import TOKENIZER_REMEDY, find_special_tokens
+from megatier.data.unknown_tokens import NONE_UNKNOWN, UnknownTokens
 from megatier.errors import DataError
 
 MARK_BITS = 2
@@ -34,6 +35,9 @@ FIRST_MARK = 2
 
 WINDOW_ROWS = 128
 """Least rows that a window of conversations fills. In a stream its last row is half empty on average: 0.4 %."""
+
+SHOWN_CHARACTERS = 40
+"""Characters by which an error names a text."""
 
 BYTES_PER_TOKEN = 4
 """Assumed bytes of text for each token, to guess the tokens of a window before it is tokenised."""
@@ -47,17 +51,25 @@ class Packer:
         understands_nothing: whether all tokens so far are special or unknown ones.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, bad: BadRecords) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        bad: BadRecords,
+        unknown: UnknownTokens = NONE_UNKNOWN,
+    ) -> None:
         """Begin with an empty row.
 
         Args:
             config: how documents become rows.
             tokenizer: the tokenizer.
-            bad: collects conversations that the chat template refuses.
+            bad: collects conversations that the chat template refuses, and documents that spell an unknown token.
+            unknown: the tokens for which the model has no embeddings.
         """
         self._config = config
         self._tokenizer = tokenizer
         self._bad = bad
+        self._unknown = unknown
         self.num_documents = 0
         self.understands_nothing = True
         self._row = config.sequence_length
@@ -163,8 +175,19 @@ class Packer:
         if isinstance(document, Conversation):
             yield from self._tokenise_chats([document])
             return
+        pieces = _tokens(document, self._config, self._tokenizer)
+        if self._unknown.names:
+            # All of it is looked at before any of it is packed, so that it can be left out.
+            looked_at = list(pieces)
+            place = f"the text that begins with {document[:SHOWN_CHARACTERS]!r}"
+            for ids in looked_at:
+                if (error := self._unknown.error_of(ids, place)) is not None:
+                    self._bad.leave_out(error)
+                    return
+            pieces = iter(looked_at)
+
         self.num_documents += 1
-        for ids in _tokens(document, self._config, self._tokenizer):
+        for ids in pieces:
             self._look_at(ids)
             yield ids << MARK_BITS | LEARNT_MARK
 
@@ -174,7 +197,7 @@ class Packer:
 
     def _tokenise_chats(self, conversations: Sequence[Conversation]) -> Iterator[NDArray[np.int64]]:
         """Yield the marked tokens of each conversation, unless it is left out."""
-        for ids, learnt in tokenise_chats(conversations, self._tokenizer, self._bad):
+        for ids, learnt in tokenise_chats(conversations, self._tokenizer, self._bad, self._unknown):
             self.num_documents += 1
             self._look_at(ids)
             marks = np.where(learnt, LEARNT_MARK, 0)

@@ -23,6 +23,7 @@ from megatier.data.records import BadRecords
 from megatier.data.shuffle import permute
 from megatier.data.stream_position import Position
 from megatier.data.text import read_rows
+from megatier.data.unknown_tokens import UnknownTokens
 from megatier.errors import DataError
 
 
@@ -35,6 +36,7 @@ class StreamReader:
         tokenizer: PreTrainedTokenizerBase,
         dataset: Any,  # noqa: ANN401 - datasets' own, which is optional
         bad: BadRecords,
+        unknown: UnknownTokens,
         *,
         checks: bool,
     ) -> None:
@@ -45,12 +47,14 @@ class StreamReader:
             tokenizer: the run's tokenizer.
             dataset: an `IterableDataset` without the held-out rows.
             bad: counts records that are left out.
+            unknown: the tokens for which the model has no embeddings.
             checks: whether the skipped tokens have to be the same as before.
         """
         self._config = config
         self._tokenizer = tokenizer
         self._dataset = dataset
         self._bad = bad
+        self._unknown = unknown
         self._checks = checks
 
     def sequences(self, start: Position) -> Generator[tuple[NDArray[np.int64], Position]]:
@@ -61,7 +65,7 @@ class StreamReader:
         """
         # One packer serves all windows, because the tokenizer may know nothing of one small window. The text before the
         # position was checked when it was read.
-        packer = Packer(self._config, self._tokenizer, self._bad)
+        packer = Packer(self._config, self._tokenizer, self._bad, self._unknown)
         packer.understands_nothing = start.epoch == start.window == 0
         length = self._config.sequence_length
         parts: list[NDArray[np.int64]] = []

@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megatier.data.conversation import ASSISTANT, Conversation
 from megatier.data.image_parts import text_of
 from megatier.data.records import BadRecords
+from megatier.data.unknown_tokens import NONE_UNKNOWN, UnknownTokens
 from megatier.errors import DataError
 from megatier.foreign import reading
 
@@ -43,7 +44,10 @@ UNLEARNT = f"no token of the assistant. Leave the record out if its answers are 
 
 
 def tokenise_chats(
-    conversations: Iterable[Conversation], tokenizer: PreTrainedTokenizerBase, bad: BadRecords
+    conversations: Iterable[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    bad: BadRecords,
+    unknown: UnknownTokens = NONE_UNKNOWN,
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
     """Yield the token ids of each conversation that is not left out, and whether each token is learnt.
 
@@ -51,8 +55,8 @@ def tokenise_chats(
     tokenizers take all cores.
 
     Raises:
-        DataError: there is no template. Or it refuses these messages, or the assistant's turns cannot be told for sure,
-            and `bad` does not leave such a conversation out.
+        DataError: there is no template. Or it refuses these messages, the assistant's turns cannot be told for sure, or
+            a message spells a token that is unknown, and `bad` does not leave such a conversation out.
     """
     if not tokenizer.is_fast:
         name = tokenizer.name_or_path
@@ -73,12 +77,12 @@ def tokenise_chats(
 
         num_characters += len(batch[-1].text)
         if num_characters >= BATCH_CHARACTERS:
-            yield from _tokenised(batch, tokenizer, bad)
+            yield from _tokenised(batch, tokenizer, bad, unknown)
             batch = []
             num_characters = 0
 
     if batch:
-        yield from _tokenised(batch, tokenizer, bad)
+        yield from _tokenised(batch, tokenizer, bad, unknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +98,12 @@ class _Rendered:
 
 
 def _tokenised(
-    batch: Sequence[_Rendered], tokenizer: PreTrainedTokenizerBase, bad: BadRecords
+    batch: Sequence[_Rendered], tokenizer: PreTrainedTokenizerBase, bad: BadRecords, unknown: UnknownTokens
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
     """Tokenise several conversations at once.
 
     Raises:
-        DataError: a conversation has no token of the assistant, and `bad` does not leave it out.
+        DataError: a conversation has no token of the assistant or an unknown one, and `bad` does not leave it out.
     """
     texts = [rendered.text for rendered in batch]
 
@@ -115,7 +119,11 @@ def _tokenised(
             bad.leave_out(DataError(f"{rendered.place}: {UNLEARNT}"))
             continue
 
-        yield np.asarray(ids, np.int64), learnt
+        numbers = np.asarray(ids, np.int64)
+        if (error := unknown.error_of(numbers, rendered.place)) is not None:
+            bad.leave_out(error)
+            continue
+        yield numbers, learnt
 
 
 def mask_ranges(spans: NDArray[np.int64], ranges: Sequence[CharacterRange]) -> NDArray[np.bool_]:

@@ -32,6 +32,7 @@ from megatier.data.shards import find_shard_changes, list_shards
 from megatier.data.stream_position import Position
 from megatier.data.stream_reader import StreamReader
 from megatier.data.token_files import describe_settings, tokenise
+from megatier.data.unknown_tokens import NONE_UNKNOWN, UnknownTokens
 from megatier.errors import CheckpointError, DataError
 from megatier.workers import Task, Workers
 
@@ -57,6 +58,7 @@ class TextStream:
         state: Mapping[str, Any] | None = None,
         *,
         accepts_changes: bool = False,
+        unknown: UnknownTokens = NONE_UNKNOWN,
     ) -> None:
         """Tokenise the held-out text, and open the stream.
 
@@ -66,6 +68,7 @@ class TextStream:
             directory: the directory for the held-out tokens.
             state: the saved `state` of a run that is resumed; None: the stream begins.
             accepts_changes: accept a state of other settings, of another dataset or with other tokens.
+            unknown: the tokens for which the model has no embeddings; a text that spells one is refused.
 
         Raises:
             DataError: the dataset cannot be read, or differs from that of the state.
@@ -87,14 +90,14 @@ class TextStream:
         self._shards = list_shards(config.dataset or "", files)
         self._check_shards(state)
         pinned = replace(pinned, revision=self._commit)
-        _, self._held_out, self.damaged = tokenise(pinned, tokenizer, directory, self.bad)
+        _, self._held_out, self.damaged = tokenise(pinned, tokenizer, directory, self.bad, unknown=unknown)
         self._check_held_out(state)
 
         # `skip` keeps the dataset from reordering its shards, even for 0 rows, so it is called only if needed.
         if config.holdout_split is None and config.holdout_rows:
             dataset = dataset.skip(config.holdout_rows)
 
-        reader = StreamReader(config, tokenizer, dataset, self.bad, checks=self._checks)
+        reader = StreamReader(config, tokenizer, dataset, self.bad, unknown, checks=self._checks)
         self._sequences = reader.sequences(self._position)
         self._ahead: deque[Task[list[tuple[NDArray[np.int64], Position]]]] = deque()
         self._worker = Workers(1, "megatier-stream")

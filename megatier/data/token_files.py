@@ -26,6 +26,7 @@ from megatier.data.records import BadRecords
 from megatier.data.token_note import Content, read_or_make
 from megatier.data.token_range import TokenRange
 from megatier.data.tokenizer import vocabulary_size
+from megatier.data.unknown_tokens import NONE_UNKNOWN, UnknownTokens
 from megatier.files import create_file
 
 TOKEN_FILES = "train.tokens", "holdout.tokens"
@@ -38,6 +39,7 @@ def tokenise(
     directory: Path,
     bad: BadRecords,
     progress: Callable[[int], None] = lambda _: None,
+    unknown: UnknownTokens = NONE_UNKNOWN,
 ) -> tuple[TokenRange, TokenRange, str | None]:
     """Tokenise the dataset into two files, to train on and held out; of a stream, what is held out alone.
 
@@ -54,7 +56,7 @@ def tokenise(
     is_small = vocabulary_size(tokenizer) <= 1 << (16 - MARK_BITS)
     dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if is_small else np.uint32)
     settings = describe_settings(config, tokenizer)
-    make = partial(_write_tokens, config, tokenizer, dtype, directory, bad, progress)
+    make = partial(_write_tokens, config, tokenizer, dtype, directory, bad, progress, unknown)
     contents, damaged = read_or_make(directory, settings, TOKEN_FILES, make)
     train, held_out = (
         TokenRange(
@@ -97,6 +99,7 @@ def _write_tokens(
     directory: Path,
     bad: BadRecords,
     progress: Callable[[int], None],
+    unknown: UnknownTokens,
 ) -> list[Content]:
     """Tokenise into two files, which get their names when both are whole and on the drive; return what is in each."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -105,7 +108,7 @@ def _write_tokens(
         # A packer each, since a row is of one of the two files.
         writers = []
         for file in (to_train, to_held_out):
-            packer = Packer(config, tokenizer, bad)
+            packer = Packer(config, tokenizer, bad, unknown)
             writers.append(_TokenWriter(file, dtype, packer, config.is_apart))
 
         for is_for_evaluation, document in split_documents(config, bad):

@@ -42,8 +42,9 @@ from megatier.data.packed_text import PackedText
 from megatier.data.processor import Processor, load_tokens
 from megatier.data.text_stream import TextStream
 from megatier.data.tokenizer import vocabulary_size
+from megatier.data.unknown_tokens import UnknownTokens, beyond_vocabulary
 from megatier.drives.leftovers import find_leftovers
-from megatier.errors import ConfigError, DataError, mib
+from megatier.errors import DataError, mib
 from megatier.foreign import one_version
 from megatier.models.weights import WeightReader
 from megatier.ranks.channel import SingleRank
@@ -273,26 +274,25 @@ def _open_sources(run: BegunRun) -> Sources:
     if run.resumes:
         changes += start.check_origin(origin, config, run.console)
 
-    _check_vocabulary(model, tokenizer)
+    _unknown_tokens(model, tokens)
     describe_positions(run.console, model, config.data.sequence_length)
     return Sources(tokens, origin, changes)
 
 
-def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer with ids beyond the vocabulary of the model.
+def _unknown_tokens(model: PreTrainedModel, tokens: PreTrainedTokenizerBase | Processor) -> UnknownTokens:
+    """Return the tokens for which a model has no embeddings.
 
     Raises:
-        ConfigError: names what to change.
+        ConfigError: they may come with any text, or with any image.
     """
-    needed = vocabulary_size(tokenizer)
     size = model.config.get_text_config().vocab_size
+    if isinstance(tokens, PreTrainedTokenizerBase):
+        return UnknownTokens.of(tokens, size)
 
-    # Smaller tokenizers are common, since models round the size of their vocabulary up.
-    if needed > size:
-        raise ConfigError(
-            f"the tokenizer has tokens up to {needed - 1}, the model's vocab_size is {size}. Raise "
-            f"model.config.vocab_size to {needed} or choose the model's own tokenizer."
-        )
+    # A processor writes special tokens where images are.
+    if (needed := vocabulary_size(tokens.tokenizer)) > size:
+        raise beyond_vocabulary(needed, size)
+    return UnknownTokens(size)
 
 
 def _open_session(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) -> tuple[Session, SharedText]:
@@ -345,9 +345,10 @@ def _open_text(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) -> Te
     data = run.setup.config.data
     folder = run.directory.path / DATA_FOLDER
     state, accepts_changes = run.start.state, run.start.accepts_changes
+    unknown = _unknown_tokens(run.setup.model, tokens)
     if isinstance(tokens, PreTrainedTokenizerBase) and data.streaming:
         noted = None if state is None else state.text
-        stream = TextStream(data, tokens, folder, noted, accepts_changes=accepts_changes)
+        stream = TextStream(data, tokens, folder, noted, accepts_changes=accepts_changes, unknown=unknown)
 
         # This runs after the stream has closed, because its thread may leave out records until then.
         run.stack.callback(describe_left_out, run.console, stream)
@@ -359,7 +360,7 @@ def _open_text(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) -> Te
             positions = positions_of(run.setup.model) if data.max_patches is not None else None
             text = run.stack.enter_context(ImageChats(data, tokens, folder, work.advance, positions))
         else:
-            text = PackedText.build(data, tokens, folder, work.advance)
+            text = PackedText.build(data, tokens, folder, work.advance, unknown)
     if state is not None and not accepts_changes:
         state.check_text(text.state)
     return text
