@@ -16,7 +16,7 @@ from megatier.schedule.moves import Gradient, Move, Moves
 from megatier.schedule.placement import Placement
 from megatier.schedule.policy import Policy
 from megatier.schedule.rates import UPDATE_BYTES
-from megatier.schedule.slots import ACTIVATION_SLOTS, MATRICES_CARRIED, SLOTS_MIN, UPDATE_DEPTH
+from megatier.schedule.slots import ACTIVATION_SLOTS, CHUNK_DEPTH, MATRICES_CARRIED, SLOTS_MIN, update_depth
 from megatier.schedule.timeline import Access, Exchange, Item, Load, Timeline, Update
 from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Phase, Tier
@@ -93,7 +93,11 @@ class StepJobs:
         """The last sums that emptied a RAM slot for gradients."""
         self._carried: ByUnit = {}
         """By lane, the last job that carried matrices home: a lane carries one matrix after the other."""
-        self._chunks: deque[int] = deque(maxlen=UPDATE_DEPTH)
+        self._chunk_slots = update_depth(policy)
+        """The RAM slots for update chunks of a kind."""
+        self._updated_chunks: deque[int] = deque(maxlen=CHUNK_DEPTH)
+        """The last updates of chunks. A read waits for one of them, because few chunks are read ahead."""
+        self._written_chunks: deque[int] = deque(maxlen=self._chunk_slots)
         """The last writes that emptied a RAM slot for update chunks."""
 
     @property
@@ -293,10 +297,18 @@ class StepJobs:
 
         for _ in range(pieces):
             # Reads wait for the gradient too, because state is read only for an update that is due.
-            free = self._chunks[0] if len(self._chunks) == UPDATE_DEPTH else None
-            needs = self._last_end, free, gradient
+            ahead = _nth_last(self._updated_chunks, CHUNK_DEPTH)
+            free = _nth_last(self._written_chunks, self._chunk_slots)
+
+            # New bytes of a speculative update have a slot of their own. The old ones leave theirs with the update.
+            fresh = None
+            if is_speculative:
+                free = None
+                fresh = _nth_last(self._written_chunks, self._chunk_slots - CHUNK_DEPTH)
+            needs = self._last_end, ahead, free, gradient
             read = self._list.add_piece(moves.read_state(unit), unit, pieces, *needs)
-            updated = self._apply("update_nvme", spec, pieces, read, elsewhere=is_speculative)
+            updated = self._apply("update_nvme", spec, pieces, read, fresh, elsewhere=is_speculative)
+            self._updated_chunks.append(updated)
 
             if fed is not None:
                 slot = self._slot_free(fed)
@@ -304,7 +316,7 @@ class StepJobs:
                 self._arrivals[unit] = arrived
 
             written = self._list.add_piece(moves.write_state(unit), unit, pieces, updated)
-            self._chunks.append(written)
+            self._written_chunks.append(written)
 
         # Frozen weights lie behind the trained ones. No update feeds them, so they are loaded.
         if fed is not None and spec.frozen_elements:
@@ -435,6 +447,11 @@ class StepJobs:
     def _awaited(self) -> Iterable[int | None]:
         """Return what else the end of a step waits for: its updates, if they run in its backward."""
         return () if self._policy.deferred else self._updates.values()
+
+
+def _nth_last(jobs: Sequence[int], number: int) -> int | None:
+    """Return the last job but so many, of which the last is 1; None: there were fewer."""
+    return jobs[-number] if len(jobs) >= number else None
 
 
 def _updated(spec: UnitSpec, *, elsewhere: bool = False) -> float:

@@ -28,10 +28,11 @@ from megatier.planes import Apply
 from megatier.play.generations import Generation
 from megatier.play.matrix_carrier import MatrixCarrier
 from megatier.play.optimizer_protocol import Optimizer
-from megatier.play.spilled_updates import CHUNK_DEPTH, UpdateChunk, update_chunk
+from megatier.play.spilled_updates import UpdateChunk, update_chunk
 from megatier.play.unit_blocks import UnitBlocks
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Move, from_nvme, matrix_moves, to_nvme
+from megatier.schedule.slots import CHUNK_DEPTH
 from megatier.store.queue import Queue
 from megatier.store.transfer import Transfer
 from megatier.tier import round_up

@@ -24,15 +24,12 @@ from megatier.play.generations import Generation
 from megatier.play.matrix_carrier import MatrixCarrier
 from megatier.play.optimizer_protocol import Optimizer
 from megatier.play.unit_blocks import UnitBlocks
-from megatier.schedule.slots import UPDATE_DEPTH
+from megatier.schedule.slots import CHUNK_DEPTH
 from megatier.schedule.timeline import Load, Update
 from megatier.store.queue import Queue
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier
 from megatier.trace.recorder import Recorder
-
-CHUNK_DEPTH = UPDATE_DEPTH - 1
-"""Update chunks that arrive or are being updated. One more is leaving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

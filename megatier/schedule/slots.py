@@ -33,6 +33,8 @@ come."""
 UPDATE_DEPTH = 3
 """Update chunks in RAM at once: one arrives, one is updated, one leaves. A speculative update needs more, because it
 keeps the old bytes beside the new ones."""
+CHUNK_DEPTH = UPDATE_DEPTH - 1
+"""Update chunks that arrive or are being updated. All others leave."""
 MATRICES_CARRIED = 3
 """Matrices that are carried to the GPU at once: one arrives, one is updated, one leaves."""
 ACTIVATION_SLOTS = 2
@@ -232,6 +234,12 @@ def chunk_slots(
     return chunk, update_slots(chunk, passing, updated, policy, spills_grads=spills_grads)
 
 
+def update_depth(policy: Policy) -> int:
+    """Return the RAM slots for update chunks of each kind but weights."""
+    # New bytes of a speculative update do not replace the old ones, so both have slots.
+    return UPDATE_DEPTH + SLOTS_MIN if policy.speculates else UPDATE_DEPTH
+
+
 def update_slots(
     chunk: int, passing: Sequence[UnitSpec], updated: Sequence[UnitSpec], policy: Policy, *, spills_grads: bool
 ) -> list[SlotPlan]:
@@ -244,10 +252,7 @@ def update_slots(
         policy: groups and speculation.
         spills_grads: whether gradients pass too.
     """
-    # A speculative update keeps the old bytes beside the new ones, so both have slots.
-    depth = UPDATE_DEPTH
-    if policy.speculates:
-        depth += SLOTS_MIN
+    depth = update_depth(policy)
 
     # Weights of all units pass on loads, those of frozen units too.
     largest = 0

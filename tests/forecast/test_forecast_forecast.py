@@ -165,6 +165,22 @@ def test_forecast_of_updates_in_the_backward_reads_nothing_before_the_first_grad
     assert min(reads) >= shipped
 
 
+@pytest.mark.parametrize("generations", [1, 2])
+def test_forecast_of_slow_writes_holds_reads_up_only_where_new_bytes_replace_the_old_ones(generations: int) -> None:
+    """A speculative update reads on as soon as the old bytes leave their slot: the new ones have slots of their own."""
+    drive = DriveRates(directory="a", read_bytes_per_s=1e9, write_bytes_per_s=1e8, mixed_bytes_per_s=1e9)
+    policy = Policy(state=(Tier.RAM, Tier.NVME), generations=generations, chunk_elements=MIB // 8)
+    placement = place(UNITS, Budgets(16 * MIB, (30, 45)[generations - 1] * MIB, 200 * MIB), policy)  # weights in RAM
+    made = forecast(accesses(1), SECONDS, UNITS, placement, policy, replace(FAST, drives=(drive,)))
+
+    # The unit that is updated first: in the backward, or before the next forward.
+    unit = ("unit0", "unit5")[generations - 1]
+    reads = [span.start for span in made.spans if (span.lane, span.name) == ("nvme_to_ram", unit)]
+    writes = [span.end for span in made.spans if (span.lane, span.name) == ("ram_to_nvme", unit)]
+    assert len(reads) == len(writes) == 4
+    assert (min(writes) <= max(reads)) is (generations == 1)
+
+
 SLOW = {
     "links": replace(FAST, to_gpu_bytes_per_s=1e8, to_ram_bytes_per_s=1e8),
     "drive": replace(
