@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from megatier.data.image_chats import ImageChats
 from megatier.data.image_packs import positions_of
 from megatier.data.processor import load_processor
 from megatier.data.shuffle import permute
+from megatier.engine.mask_answers import KINDS, answering
+from megatier.models.masks import BlockMasks
 from megatier.report.report_page import build
 
 pytest.importorskip("PIL")
@@ -92,7 +95,9 @@ def check_equals_a_plain_loop(folder: Path, frozen: str = "", batches: Any = pla
         parameter.requires_grad = not frozen or frozen not in name
     adamw, losses = PlainAdamW(plain, clip=1.0), []
     for step, batch in enumerate(batches(folder), start=1):
-        loss = plain(**batch, use_cache=False).loss
+        # Packed images are the model's own only if masks are asked by place, which transformers 5.24 does not.
+        with answering(batch, BlockMasks()) if {"position_ids", KINDS} <= batch.keys() else nullcontext():
+            loss = plain(**batch, use_cache=False).loss
         loss.backward()
         losses.append(loss.item())
         # What is without a gradient is left as it is, by both.
@@ -137,7 +142,7 @@ def test_run_with_images_has_the_same_bits_wherever_its_state_lies(groups: int, 
     assert found.count(found[0]) == len(PLACES)
 
 
-@pytest.mark.parametrize("family", families("gemma3", "qwen3_5"))
+@pytest.mark.parametrize("family", families("qwen3_5"))
 def test_conversations_that_share_sequences_equal_a_plain_loop(family: Any, tmp_path: Path) -> None:
     assert main(run_command(tmp_path, family, {**PACKED, "train.batch": 1})) == 0
     check_equals_a_plain_loop(tmp_path, batches=packed_batches)
@@ -152,23 +157,12 @@ def test_run_of_packed_conversations_resumes_with_the_same_bits(tmp_path: Path) 
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("family", "patches", "said"),
-    [
-        ("gemma3", 9, "sees the whole of an image at once"),
-        ("llava", 2, "the conversation has 3 images, and data.max_patches is 2, which bounds their number"),
-    ],
-)
-def test_conversations_that_cannot_share_sequences_are_refused(
-    family: str, patches: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_conversation_that_is_larger_than_a_sequence_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = run_command(tmp_path, family, {"data.max_patches": patches})
-    assert main(words) == 2
+    assert main(run_command(tmp_path, "llava", {"data.max_patches": 2})) == 2
+    said = "the conversation has 3 images, and data.max_patches is 2, which bounds their number"
     assert said in capsys.readouterr().err
-    if family == "gemma3":
-        (tmp_path / "run.yaml").write_text("{}")
-        assert main(["plan", str(tmp_path / "run.yaml"), *words[1:]]) == 2
-        assert said in capsys.readouterr().err
 
 
 def test_image_that_is_damaged_later_ends_the_run_at_its_step_which_goes_on_when_it_is_back(

@@ -8,6 +8,7 @@ for images in a conversation that is alone, such as M-RoPE.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,13 @@ Columns = Mapping[str, Tensor]
 Positions = Callable[[Columns], Tensor]
 """Gives the positions of a conversation's tokens: int64 [1, tokens], or [4, 1, tokens] if images are counted in three
 directions. The first of these four are the numbers of the tokens."""
+
+KINDS = "token_type_ids"
+"""Transformers' name of the kind of each token: 1 in images."""
+MORE_KINDS = "mm_token_type_ids"
+"""Its name of kinds that tell images from videos."""
+MASKS_BY_IMAGES = "create_masks_for_vision_model"
+"""Transformers' name of the function that makes masks of whole images, in a model's own module."""
 
 
 def pack_images(rows: Sequence[ImageRow], num_tokens: int, max_patches: int) -> list[Pack]:
@@ -67,18 +75,18 @@ def positions_of(model: PreTrainedModel) -> Positions:
     """Return what gives the positions of a model's tokens in a conversation that is alone.
 
     Raises:
-        UnsupportedModelError: attention of this model looks forward in images, so its masks are not known to stop where
-            a conversation does.
+        UnsupportedModelError: attention of this model looks forward, and not in images alone, so its masks are not
+            known to stop where a conversation does.
     """
     # A model that counts images in several directions has this method, and takes four rows of positions.
     counts: Callable[..., Any] | None = None
     for module in model.modules():
         counts = counts or getattr(module, "get_rope_index", None)
     if counts is None:
-        if "token_type_ids" in inspect.signature(model.forward).parameters:
+        if _looks_forward(model) and not _sees_by_images(model):
             raise UnsupportedModelError(
-                f"{type(model).__name__} sees the whole of an image at once, so conversations with images cannot share "
-                "its sequences. Set data.max_patches to null."
+                f"{type(model).__name__} looks forward in more than its images, so conversations with images cannot "
+                "share its sequences. Set data.max_patches to null."
             )
         return lambda columns: _numbers(columns)[None]
 
@@ -99,6 +107,17 @@ def positions_of(model: PreTrainedModel) -> Positions:
     return count
 
 
+def _looks_forward(model: PreTrainedModel) -> bool:
+    """Return whether a model is told of which kind each token is, so that its attention may look forward."""
+    return KINDS in inspect.signature(model.forward).parameters
+
+
+def _sees_by_images(model: PreTrainedModel) -> bool:
+    """Return whether tokens look forward only within their own image, as Gemma 3's do, and never past it."""
+    is_told_more = MORE_KINDS in inspect.signature(model.forward).parameters
+    return not is_told_more and MASKS_BY_IMAGES in vars(sys.modules[type(model).__module__])
+
+
 def _numbers(columns: Columns) -> Tensor:
     """Return the numbers of a conversation's tokens: int64 [tokens]."""
     ids = columns["input_ids"]
@@ -115,6 +134,9 @@ def join_rows(
         num_tokens: tokens of a sequence. The rest of one is fill, of which each token is a document of its own.
         pad_token: the token of the fill.
         positions: gives the positions of a conversation.
+
+    Raises:
+        DataError: images of two conversations would touch, in a model that sees a whole image at once.
     """
     rows = [_sequence(pack, num_tokens, pad_token, positions) for pack in packs]
     found = {}
@@ -131,8 +153,17 @@ def _sequence(pack: Sequence[Columns], num_tokens: int, pad_token: int, position
     """Return the columns of one sequence: a row of each for tokens, and pixels one after the other."""
     fill = {"input_ids": pad_token, "labels": -100}
     by_token = []
+    ends_in_image = False
     for columns in pack:
         of_tokens = _of_tokens(columns)
+        kinds = of_tokens.get(KINDS)
+        begins_with_image = kinds is not None and bool(kinds[0, 0] == 1)
+        if ends_in_image and begins_with_image:
+            raise DataError(
+                "a conversation ends with an image, and the next one of its sequence begins with one, so the model "
+                "would take both for one image. Set data.max_patches to null."
+            )
+        ends_in_image = kinds is not None and bool(kinds[0, -1] == 1)
         by_token.append({**of_tokens, "position_ids": positions(columns)})
 
     found: dict[str, Tensor] = {}

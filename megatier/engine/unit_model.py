@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 from torch.nn.modules import module as hooks_of_all
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
 from megatier.compute.attention_kernels import without_cudnn
 from megatier.compute.matmul import Fp32Products
@@ -24,6 +24,7 @@ from megatier.engine.grad_sink import GradMeter
 from megatier.engine.gradient import Gradients
 from megatier.engine.head import IGNORE_INDEX, can_fuse
 from megatier.engine.loss import FusedLoss
+from megatier.engine.mask_answers import answering, is_packed
 from megatier.engine.node import Lender, Node
 from megatier.engine.stage import Stage, UnitPlayer
 from megatier.engine.step_loss import StepLoss
@@ -39,7 +40,6 @@ from megatier.models.masks import BlockMasks
 from megatier.models.products import set_products
 from megatier.models.tower_attention import TowerAttention
 from megatier.optim.masters import weight_dtype
-from megatier.patch import patched
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 
@@ -179,13 +179,11 @@ class UnitModel:
         Raises:
             UnsupportedModelError: the batch packs documents, and the model never asked where they end.
         """
-        is_packed = "position_ids" in batch
-        answer = _document_numbers if is_packed else _is_in_order
-        with _answering(answer, self._masks) as asked, self.running():
+        with answering(batch, self._masks) as asked, self.running():
             yield self.on_device(batch)
 
         # Checked afterwards, when the model has made all of its masks.
-        if is_packed and not asked:
+        if is_packed(batch) and not asked:
             raise UnsupportedModelError(
                 f"{type(self.skeleton).__name__} makes its masks without position_ids, so that documents of one "
                 f"sequence see each other. {TOGETHER}"
@@ -414,31 +412,3 @@ def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: st
 def num_counted(batch: Batch) -> int:
     """Return the number of counted tokens. Nothing predicts the first token of a row."""
     return int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
-
-
-@contextmanager
-def _answering(answer: Callable[[Tensor], Tensor | None], masks: BlockMasks) -> Iterator[list[Tensor]]:
-    """Tell Hugging Face whether position ids restart within a row; yields the ids asked about.
-
-    Hugging Face would read them from the device, and the host would wait for all queued work and copies. Block masks
-    are made by `masks`.
-    """
-    asked = list[Tensor]()
-
-    def known(position_ids: Tensor) -> Tensor | None:
-        # Recorded, since a model that never asks cannot keep documents apart.
-        asked.append(position_ids)
-        return answer(position_ids)
-
-    with patched(vars(masking_utils), find_packed_sequence_indices=known, create_block_mask=masks.create):
-        yield asked
-
-
-def _is_in_order(position_ids: Tensor) -> Tensor | None:
-    """Answer for rows of one document each."""
-    return None
-
-
-def _document_numbers(position_ids: Tensor) -> Tensor:
-    """Answer for rows of several documents: each token's document number in its row."""
-    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)

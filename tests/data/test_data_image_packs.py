@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import plain_model
-from tiny_vision import VISION_FAMILIES, image_batch, text_batch, vision_config
+from tiny_vision import TEXT, TOWER, VISION_FAMILIES, image_batch, text_batch, vision_config
 from torch import Tensor
+from transformers import AutoConfig
 
 from megatier.data.columns import count_real_tokens
 from megatier.data.image_packs import join_rows, pack_images, positions_of
 from megatier.data.image_rows import ImageRow
-from megatier.errors import UnsupportedModelError
+from megatier.engine.mask_answers import answering
+from megatier.errors import DataError, UnsupportedModelError
 from megatier.models.decoder import build_skeleton
+from megatier.models.masks import BlockMasks
 
 PAD = 9
 LENGTH = 64
@@ -46,13 +49,14 @@ def conversations(family: str) -> list[dict[str, Tensor]]:
         batch = image_batch(family, rows=1, seed=seed)
         found.append({name: column for name, column in batch.items() if name != "attention_mask"})
     text = text_batch(rows=1, tokens=9, seed=3)
-    kinds = {name: torch.zeros(1, 9, dtype=torch.long) for name in ("mm_token_type_ids",) if name in found[0]}
+    names: list[str] = [name for name in ("mm_token_type_ids", "token_type_ids") if name in found[0]]
+    kinds = {name: torch.zeros(1, 9, dtype=torch.long) for name in names}
     found.insert(1, {"input_ids": text["input_ids"], "labels": text["labels"], **kinds})
     return found
 
 
 # Qwen3.5 has layers that do not stop where a conversation does, which is refused before (`check_document_boundaries`).
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_conversation_in_a_pack_has_the_logits_that_it_has_alone(family: str) -> None:
     model: Any = plain_model(vision_config(family)).eval()
     alone = conversations(family)
@@ -60,7 +64,9 @@ def test_conversation_in_a_pack_has_the_logits_that_it_has_alone(family: str) ->
     assert columns["input_ids"].shape == (1, LENGTH)
     assert count_real_tokens(columns) == sum(each["input_ids"].shape[1] for each in alone)
     with torch.no_grad():
-        together = model(**columns, use_cache=False).logits[0]
+        # Version 5.24 of transformers alone would take images of one conversation for those of another.
+        with answering(columns, BlockMasks()):
+            together = model(**columns, use_cache=False).logits[0]
         first = 0
         for each in alone:
             expected = model(**each, use_cache=False).logits[0]
@@ -92,10 +98,23 @@ def test_sequences_of_a_group_are_joined_in_order() -> None:
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_model_that_sees_whole_images_is_refused_by_name(family: str) -> None:
-    model = build_skeleton(vision_config(family), "sdpa")
-    if family != "gemma3":
-        positions_of(model)
-        return
-    with pytest.raises(UnsupportedModelError, match="Gemma3ForConditionalGeneration sees the whole of an image"):
-        positions_of(model)
+def test_models_whose_tokens_look_forward_in_images_alone_count_positions(family: str) -> None:
+    positions_of(build_skeleton(vision_config(family), "sdpa"))
+
+
+def test_model_that_looks_forward_in_more_than_images_is_refused_by_name() -> None:
+    text = {**TEXT, "model_type": "gemma", "head_dim": 16}
+    tower = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False, "projection_dim": 64}
+    config = AutoConfig.for_model("paligemma", text_config=text, vision_config=tower, image_token_index=150)
+    with pytest.raises(UnsupportedModelError, match="PaliGemmaForConditionalGeneration looks forward in more than its"):
+        positions_of(build_skeleton(config, "sdpa"))
+
+
+def test_conversations_whose_images_would_touch_are_refused() -> None:
+    first, _, last = conversations("gemma3")
+    first["token_type_ids"] = first["token_type_ids"].flip(1).roll(2, dims=1)
+    last["token_type_ids"] = last["token_type_ids"].roll(-2, dims=1)
+    assert (int(first["token_type_ids"][0, -1]), int(last["token_type_ids"][0, 0])) == (1, 1)
+    model = plain_model(vision_config("gemma3"))
+    with pytest.raises(DataError, match="ends with an image"):
+        join_rows([[first, last]], LENGTH, PAD, positions_of(model))

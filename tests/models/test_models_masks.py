@@ -15,7 +15,7 @@ from transformers.integrations import flex_attention as flex_integration
 from transformers.masking_utils import causal_mask_function, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megatier.engine.unit_model import _answering, _document_numbers, _is_in_order
+from megatier.engine.mask_answers import answering
 from megatier.models.masks import CAUSAL_KERNEL_OPTIONS, MASKS_MAX, BlockMasks, causal, is_causal
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def made(masks: BlockMasks, rows: int, tokens: int, positions: Tensor | None = N
     config = tiny_config("llama")
     config._attn_implementation = "flex_attention"
     hidden = torch.empty(rows, tokens, config.hidden_size)
-    with _answering(_is_in_order if positions is None else _document_numbers, masks):
+    with answering({} if positions is None else {"position_ids": positions}, masks):
         found = create_causal_mask(config, hidden, None, None, position_ids=positions)
     assert isinstance(found, BlockMask)
     return found
