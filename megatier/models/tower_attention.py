@@ -39,10 +39,13 @@ class TowerAttention:
     configs: Sequence[PretrainedConfig] = ()
     """The settings of these towers. Nothing changes before `applied`."""
 
+    def __post_init__(self) -> None:
+        """Tell transformers the name."""
+        ALL_ATTENTION_FUNCTIONS.register(VARLEN, attend)
+
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
         """Find the towers of a model that would loop over images."""
-        ALL_ATTENTION_FUNCTIONS.register(VARLEN, attend)
         return cls(list(_configs(model)))
 
     def serves(self, module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from megatier.data.image_chats import STEPS_AHEAD
 from megatier.models.decoder import Unit
 from megatier.planner.layer_sizes import is_of_layer
 from megatier.setup.setup import Setup
-from megatier.setup.tower import TowerUnit, union
+from megatier.setup.tower import Sizes, TowerUnit, union
 from megatier.setup.workload import without_input_gradient
 from megatier.tier import Tier
 
@@ -35,8 +35,8 @@ class TowerBytes:
 def tower_bytes(setup: Setup) -> TowerBytes:
     """Return the bytes of activations that images take; 0 if the run reads no images, or nothing is known of them.
 
-    A unit that keeps its graph saves what autograd saves. Any other saves its inputs, and recomputes the rest. Compiled
-    units save less than is counted here.
+    A unit that keeps its graph saves what autograd saves, or a share of that if it is compiled. Any other saves its
+    inputs, and recomputes the rest. The backward holds about as much either way, compiled or not.
     """
     tower = setup.tower
     lower = without_input_gradient(setup.work.units)
@@ -46,14 +46,26 @@ def tower_bytes(setup: Setup) -> TowerBytes:
         found = tower.units.get(unit.name)
         if found is None or not _has_backward(unit, lower):
             continue
-        keeps = setup.work.activations[unit.name].keeps_graph
-        saved.append(found.saved if keeps else found.inputs)
+        of_unit = _saved(setup, unit, found)
+        saved.append(of_unit)
 
         # Units run their backwards one after the other, so the largest counts, with the gradient of its weights.
-        made = bytes_in_backward(found) - (union([found.saved]) if keeps else 0)
+        made = max(0, bytes_in_backward(found) - union([of_unit]))
         weights = setup.item_bytes * unit.layout.num_trained
         in_unit = max(in_unit, round(_largest_rows(setup) * made) + weights)
     return TowerBytes(saved=round(_largest_rows(setup) * union(saved)), in_unit=in_unit)
+
+
+def _saved(setup: Setup, unit: Unit, found: TowerUnit) -> Sizes:
+    """Return what a unit saves in one conversation."""
+    if not setup.work.activations[unit.name].keeps_graph:
+        return found.inputs
+    if not setup.compiles:
+        return found.saved
+
+    # The compiler picks whole tensors, so it saves no more than this.
+    chosen = {number: round(setup.saved_share * size) for number, size in found.saved.items()}
+    return chosen | found.inputs
 
 
 def bytes_in_backward(unit: TowerUnit) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from collections.abc import Mapping, Sequence
@@ -15,16 +16,21 @@ from tiny_processors import families
 from tiny_vision import vision_config
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionBlock
 
 from megatier.cli import main
+from megatier.compute.compilation import Compilation
+from megatier.models.tower_attention import TowerAttention
 from megatier.planner.tower_bytes import bytes_in_backward
 from megatier.setup.tower import Sizes, TowerUnit
 
 pytest.importorskip("PIL")
 
+CPU = [ProfilerActivity.CPU]
+WIDTH = 128
 MACHINE = Path(__file__).parents[2] / "examples" / "machines" / "h200.yaml"
 KEEP = {"train.activations": "keep", "model.compile": False}
 
@@ -82,6 +88,25 @@ def test_plan_of_a_tower_that_computes_again_saves_its_inputs(
     again = planned(tmp_path, capsys, {**KEEP, "train.activations": "recompute"})["tower_bytes"]
     assert again["saved"] < kept["saved"] / 3
     assert again["in_unit"] > kept["in_unit"]
+
+
+def test_plan_of_a_compiled_tower_saves_the_share_that_its_layers_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = planned(tmp_path, capsys)["tower_bytes"]
+    again = planned(tmp_path, capsys, {**KEEP, "train.activations": "recompute"})["tower_bytes"]
+
+    def of_share(share: float) -> dict[str, Any]:
+        settings = {"train.activations": "keep", "model.compile": True, "model.saved_share": share}
+        found: dict[str, Any] = planned(tmp_path, capsys, settings)["tower_bytes"]
+        return found
+
+    none, half, whole = map(of_share, (0, 0.5, 1))
+    assert kept["saved"] <= whole["saved"] < 1.05 * kept["saved"]
+    assert again["saved"] <= none["saved"] < half["saved"] < whole["saved"]
+
+    # What is not saved is made in the backward.
+    assert none["in_unit"] > half["in_unit"] > whole["in_unit"]
 
 
 def test_plan_of_a_frozen_tower_saves_nothing_below_its_projector(
@@ -172,21 +197,29 @@ class _PeakBytes(TorchDispatchMode):
             weakref.finalize(storage, self._live.pop, number, None)
 
 
-def test_plan_of_a_block_that_is_not_compiled_holds_its_peak() -> None:
+def vision_block() -> Qwen3VLVisionBlock:
+    """So wide that what a patch takes is much more than what all of them share, and in a real tower's proportions."""
     vision = vision_config("qwen3_vl").vision_config
-
-    # So wide that what a patch takes is much more than what all of them share, and in a real tower's proportions.
-    vision.hidden_size, vision.intermediate_size, vision.num_heads = 128, 480, 2
+    vision.hidden_size, vision.intermediate_size, vision.num_heads = WIDTH, 480, 2
     vision._attn_implementation = "sdpa"
-    block = Qwen3VLVisionBlock(vision).to(torch.bfloat16)
-    grid = 4, 512
-    patches = grid[0] * grid[1]
-    given = torch.randn(patches, 128, dtype=torch.bfloat16, requires_grad=True)
-    ends = torch.arange(0, patches + 1, grid[1], dtype=torch.int32)
-    rotary = (torch.randn(patches, 64, dtype=torch.bfloat16),) * 2
-    gradient = torch.ones_like(given)
+    return Qwen3VLVisionBlock(vision).to(torch.bfloat16)
+
+
+def block_arguments(num_images: int, patches: int) -> dict[str, Any]:
+    total = num_images * patches
+    rotary = (torch.randn(total, 64, dtype=torch.bfloat16),) * 2
+    return {
+        "hidden_states": torch.randn(total, WIDTH, dtype=torch.bfloat16, requires_grad=True),
+        "cu_seqlens": torch.arange(0, total + 1, patches, dtype=torch.int32),
+        "position_embeddings": rotary,
+    }
+
+
+def saved_by(block: Qwen3VLVisionBlock, given: dict[str, Any]) -> tuple[Tensor, TowerUnit]:
+    """What a block that is not compiled gives, and what it saves."""
     saved: Sizes = {}
-    own = {tensor.untyped_storage()._cdata for tensor in (*block.parameters(), *rotary)}
+    others = (*block.parameters(), *given["position_embeddings"])
+    own = {tensor.untyped_storage()._cdata for tensor in others}
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -194,14 +227,64 @@ def test_plan_of_a_block_that_is_not_compiled_holds_its_peak() -> None:
             saved[storage._cdata] = storage.nbytes()
         return tensor
 
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        result = block(**given)
+    hidden = given["hidden_states"]
+    return result, TowerUnit(inputs={hidden.untyped_storage()._cdata: hidden.nbytes}, saved=saved)
+
+
+def test_plan_of_a_block_that_is_not_compiled_holds_its_peak() -> None:
+    block, given = vision_block(), block_arguments(4, 512)
+    hidden = given["hidden_states"]
+    gradient = torch.ones_like(hidden)
     with _PeakBytes() as made:
-        with saved_tensors_hooks(save, lambda tensor: tensor):
-            result = block(given, cu_seqlens=ends, position_embeddings=rotary)
+        result, unit = saved_by(block, given)
         result.backward(gradient)
         del result
     weights = sum(parameter.nbytes for parameter in block.parameters())
-    unit = TowerUnit(inputs={given.untyped_storage()._cdata: given.nbytes}, saved=saved)
 
     # What came from outside is no part of what was made: the input, and the gradient of the output.
-    peak = made.peak + given.nbytes + gradient.nbytes
+    peak = made.peak + hidden.nbytes + gradient.nbytes
     assert 1.0 <= (bytes_in_backward(unit) + weights) / peak <= 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
+def test_plan_of_a_compiled_block_holds_its_peak(share: float) -> None:
+    block, given = vision_block(), block_arguments(8, 1024)
+    _, unit = saved_by(block, given)
+    hidden = given["hidden_states"]
+    gradient = torch.ones_like(hidden)
+    torch.compiler.reset()
+    attention = TowerAttention([block.attn.config])
+    compiled = Compilation(saved_share=share, any_shape=True)(block.forward, "block")
+    given["max_seqlen"] = torch.tensor(1024)
+
+    def step() -> tuple[int, int]:
+        """What is there after the forward, and the most in the backward. The first call compiles."""
+        with attention.applied(), profile(activities=CPU, profile_memory=True) as forward:
+            result = compiled(**given)
+        with profile(activities=CPU, profile_memory=True) as backward:
+            result.backward(gradient)
+        saved, _ = _allocated(forward)
+        _, made = _allocated(backward)
+        block.zero_grad()
+        return saved - result.nbytes, saved + made
+
+    step()
+    saved, peak = step()
+    torch.compiler.reset()
+    assert not compiled.is_refused
+    of_inputs, of_all = (sum(sizes.values()) for sizes in (unit.inputs, unit.saved))
+    assert saved + hidden.nbytes <= 1.05 * (of_inputs + share * (of_all - of_inputs))
+    weights = sum(parameter.nbytes for parameter in block.parameters())
+    assert 1.0 <= (bytes_in_backward(unit) + weights) / (peak + hidden.nbytes) <= 1.3
+
+
+def _allocated(run: profile) -> tuple[int, int]:
+    """Bytes that are there after what was profiled, and at most meanwhile, beside those from before."""
+    result: Any = run.profiler
+    of_memory = (event for event in result.kineto_results.events() if event.name() == "[memory]")
+    events = sorted(of_memory, key=lambda event: event.start_ns())
+    present = list(itertools.accumulate((event.nbytes() for event in events), initial=0))
+    return present[-1], max(present)
