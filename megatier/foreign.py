@@ -204,7 +204,7 @@ def parse_json(raw: bytes, where: str, kind: MakeError) -> Any:  # noqa: ANN401
     try:
         # Python's parser would keep the last value of a repeated key, and other parsers the first.
         text = raw.decode("utf-8")
-        tree = json.loads(text, object_pairs_hook=_unique)
+        tree = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         reason = reason_of(error)
         raise kind(f"{where} is no valid JSON: {reason}. Download or copy it again.") from error
@@ -283,11 +283,13 @@ def shown(text: str, max_characters: int = REASON_CHARACTERS_MAX) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these keys and values. Raise if a key comes twice."""
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these keys and values, and refuse a key that comes twice."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ValueError("a key comes twice")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"a key comes twice: {shown(twice)}")
     return entries
 
 

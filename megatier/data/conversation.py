@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from megatier.config.data_section import Chat
 from megatier.data.image_parts import IMAGE_KEYS, ImageSource, holds_image, parts_of, place_images, text_of
 from megatier.errors import DataError
+from megatier.foreign import reason_of, unique_keys
 
 ASSISTANT = "assistant"
 """The role whose turns are learnt."""
@@ -302,9 +303,9 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Con
     # Tables cannot hold tools of any shape, so many datasets hold them as JSON in a text.
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{place}: the tools are no valid JSON: {error.msg}.") from error
+            tools = json.loads(tools, object_pairs_hook=unique_keys)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{place}: the tools are no valid JSON: {reason_of(error)}.") from error
 
     if tools and not isinstance(tools, list):
         raise DataError(f"{place}: the tools are {_shown(tools)}, not a list.")

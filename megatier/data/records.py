@@ -20,7 +20,7 @@ from megatier.data.encoded import BOM, decode, read_lines, read_text
 from megatier.data.formats import Format
 from megatier.errors import DataError, FileChangedError
 from megatier.files import FileVersion, open_regular
-from megatier.foreign import first_sentence
+from megatier.foreign import first_sentence, unique_keys
 
 ROWS_AT_ONCE = 1024
 """Most rows of a table that are Python objects at a time."""
@@ -165,7 +165,7 @@ def read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         DataError: it is an array or an object over several lines, and no valid JSON.
     """
     try:
-        found = json.loads(text) if text.strip() else []
+        found = json.loads(text, object_pairs_hook=unique_keys) if text.strip() else []
     except (ValueError, RecursionError) as error:
         # A record on each line is no JSON as a whole. It may be told from a damaged array, or from one damaged record.
         if text.lstrip().startswith("[") or "\n" not in text.strip():
@@ -204,7 +204,7 @@ def _read_lines(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
 def _parsed(line: str, place: str) -> Any:  # noqa: ANN401 - JSON holds anything
     """Return the JSON of a line, or the error of one that is none."""
     try:
-        return json.loads(line)
+        return json.loads(line, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         return DataError(f"{place}: {_no_json(error).partition(': ')[2]}")
 
@@ -214,11 +214,11 @@ def _no_json(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         what = error.msg.removesuffix(" at")
         return f"line {error.lineno}: no valid JSON: {what} at column {error.colno}."
-    why = str(error)
+    why = str(error).rstrip(".")
     if isinstance(error, RecursionError):
         # Python's own words are of a recursion in itself.
         why = "lists or objects lie too deep in each other"
-    return f"record 1: no valid JSON: {why}."
+    return f"a record: no valid JSON: {why}."
 
 
 def _read_fields(path: Path, found: Format) -> Iterator[tuple[str, Any]]:

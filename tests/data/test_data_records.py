@@ -84,6 +84,21 @@ def test_read_records_line_that_is_no_json_has_its_error_in_its_place(tmp_path: 
     assert f"{name}, line 2: no valid JSON" in str(bad[1])
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_read_records_line_with_a_key_twice_has_its_error_in_its_place(name: str, tmp_path: Path) -> None:
+    """Python's parser would keep the last text, and drop the first one in silence."""
+    path = tmp_path / name
+    path.write_bytes(b'{"text": "a"}\n{"text": "b", "text": "c"}\n{"text": "d"}')
+    first, bad, last = read_records(path, find_format(path))
+    assert (first[1], last[1]) == ({"text": "a"}, {"text": "d"})
+    assert f"{name}, line 2: no valid JSON: a key comes twice: text." in str(bad[1])
+
+    path = tmp_path / "array.json"
+    path.write_bytes(b'[{"text": "a"}, {"text": "b", "text": "c"}]')
+    with pytest.raises(DataError, match=r"array\.json, a record: no valid JSON: a key comes twice: text\."):
+        list(read_records(path, find_format(path)))
+
+
 def test_read_records_json_by_lines_is_told_from_an_array(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("\n".join(json.dumps(record) for record in RECORDS))
