@@ -70,7 +70,7 @@ def check_beside(folder: Path, adapter: str | None) -> None:
         return
 
     # A run may name the folder in another way, such as by a link.
-    if adapter and Path(adapter).expanduser().resolve() == folder.resolve():
+    if adapter and os.path.realpath(Path(adapter).expanduser()) == os.path.realpath(folder):
         return
     raise ConfigError(
         f"{folder} holds adapters beside the model ({ADAPTER_FILE}), which from_pretrained would put into it. Set "

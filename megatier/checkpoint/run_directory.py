@@ -352,6 +352,20 @@ def find_adapter(path: Path) -> Path | None:
     return None
 
 
+def check_no_saved_run(folder: Path) -> None:
+    """Refuse to write a model where it would count as a run's last checkpoint or savepoint.
+
+    Raises:
+        ConfigError: the folder lies among these, and has a name like theirs.
+    """
+    target = Path(os.path.realpath(folder))
+    if CHECKPOINT_NAME.fullmatch(target.name) and target.parent.name in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER):
+        raise ConfigError(
+            f"{folder} would count as one of the {target.parent.name} of a run, which could not go on from a model. "
+            "Choose another folder."
+        )
+
+
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint at a path, or the last whole one of the run directory there.
 
@@ -359,7 +373,7 @@ def find_checkpoint(path: Path) -> Path:
         CheckpointError: there is none.
     """
     # Resolved, because the path may be `.` or end in `..`.
-    if CHECKPOINT_NAME.fullmatch(path.resolve().name) and path.is_dir():
+    if CHECKPOINT_NAME.fullmatch(Path(os.path.realpath(path)).name) and path.is_dir():
         return path
     found = last_checkpoint(path / CHECKPOINT_FOLDER)
     if found is None and (path / ADAPTER_FILE).is_file():

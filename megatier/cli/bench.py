@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import platform
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -247,7 +248,7 @@ def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
         mounts.append(mount)
 
     # A plan adds drives up, so it would count this one twice.
-    if len({mount.directory.resolve() for mount in mounts}) < len(mounts):
+    if len({os.path.realpath(mount.directory) for mount in mounts}) < len(mounts):
         raise ConfigError(f"--nvme names a directory twice: {', '.join(words)}. Name each drive once.")
 
     return mounts

@@ -19,6 +19,7 @@ from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
     METRICS_FILE,
     MODEL_FOLDER,
+    check_no_saved_run,
     find_adapter,
     find_checkpoint,
     step_path,
@@ -79,6 +80,7 @@ def export_checkpoint(
             the run began with, whose buffers are written too, is gone or is another one now; or there are no adapters
             to merge, or they are for another base.
     """
+    check_no_saved_run(folder)
     source = _find_source(path, base, merges=merges)
     config = source.config
     say(console, f"from {source.path}")

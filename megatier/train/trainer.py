@@ -242,10 +242,10 @@ def _remove_moved_blocks(run: BegunRun, config: RunConfig) -> None:
     Nothing else would find these files, which are as large as the state that lay there.
     """
     before = config_file.load_saved(run.directory.path / CONFIG_FILE).tiers.mounts
-    present = [mount.directory.resolve() for mount in config.tiers.mounts]
+    present = [os.path.realpath(mount.directory) for mount in config.tiers.mounts]
     for mount in before:
         # The drive of a mount may have been removed, and its files with it.
-        if mount.directory.resolve() in present or not mount.directory.is_dir():
+        if os.path.realpath(mount.directory) in present or not mount.directory.is_dir():
             continue
         for leftover in find_leftovers(mount.directory, remove=True, run_id=run.directory.run_id):
             fate = f"stays, {leftover.stays}"

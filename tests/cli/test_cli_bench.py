@@ -207,6 +207,7 @@ def test_bench_interrupted_leaves_nothing(
     ("words", "message"),
     [
         (["--nvme", "{}/none"], "--nvme: {}/none is not a directory."),
+        (["--nvme", "{}/../loop"], "--nvme: {}/../loop is not a directory."),
         (["--nvme", "{}:1KiB"], "on {} is too small; give 1.0 MiB or more."),
         (["--nvme", "{}:9999TiB"], "Free space on {}, or give it less: {}:SIZE."),
         (["--nvme", "{},{}"], "--nvme names a directory twice"),
@@ -225,6 +226,7 @@ def test_bench_bad_input_is_one_line_and_measures_nothing(
     monkeypatch.delattr(link_probe, "probe_links")
     monkeypatch.setattr(link_probe, "probe_links", None, raising=False)
     (mount := tmp_path / "mount").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     assert main(["bench", *(word.replace("{}", str(mount)) for word in words)]) == 2
     output, error = capsys.readouterr()
     assert output == ""

@@ -98,7 +98,11 @@ def test_conversation_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
         ("messages", {"messages": [USER, ANSWER], "tools": {"a": 1}}, "the tools are .*, not a list"),
         ("messages", {"messages": [USER, ANSWER], "tools": "[{"}, "the tools are no valid JSON"),
         ("messages", {"messages": [USER, ANSWER], "tools": "[" * 100_000}, "the tools are no valid JSON"),
-        ("messages", {"messages": [USER, ANSWER], "tools": '[{"a": 1, "a": 2}]'}, "the tools are no valid JSON: a key comes twice: a"),
+        (
+            "messages",
+            {"messages": [USER, ANSWER], "tools": '[{"a": 1, "a": 2}]'},
+            "the tools are no valid JSON: a key comes twice: a",
+        ),
         (
             "sharegpt",
             {"conversations": [{"from": "bing", "value": ""}]},

@@ -280,6 +280,21 @@ def test_export_to_a_folder_with_files_is_refused(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "savepoints"])
+def test_export_to_where_it_would_count_as_a_checkpoint_is_refused(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).mkdir()
+    assert f"would count as one of the {name} of a run" in refused(run, tmp_path / name / "step-00000009", capsys)
+
+
+def test_export_of_a_link_that_leads_back_to_itself_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "is no checkpoint and holds none" in refused(tmp_path / "loop", tmp_path / "out", capsys)
+
+
 def test_export_to_a_link_is_written_where_it_leads(run: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     for name, target in (("one", "real"), ("two", "none yet")):
