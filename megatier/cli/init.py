@@ -131,7 +131,7 @@ def _data(given: str) -> dict[str, Any]:
         return {"data.dataset": given}
 
     # Only the shape of the records is looked at, so the tokenizer of the model need not be there.
-    files = list(parse_list(given))
+    files = list(parse_list(given, "--data"))
     config = DataConfig(files=tuple(files), tokenizer=BYTE_TOKENIZER)
 
     # A folder of images has the conversations beside them, and no text.
@@ -192,7 +192,7 @@ def _tiers(nvme: str) -> dict[str, Any]:
         "tiers.gpu": f"{budgets.gpu_bytes >> 20}MiB",
         "tiers.ram": f"{budgets.ram_bytes >> 20}MiB",
     }
-    mounts = [parse_mount(text, "--nvme") for text in parse_list(nvme)]
+    mounts = [parse_mount(text, "--nvme") for text in parse_list(nvme, "--nvme")]
     if mounts:
         tiers["tiers.nvme"] = [f"{mount.directory}:{budget_bytes(mount) >> 20}MiB" for mount in mounts]
     return tiers
@@ -200,7 +200,7 @@ def _tiers(nvme: str) -> dict[str, Any]:
 
 def _is_measured(nvme: str) -> bool:
     """Return whether `megatier bench` measured this machine with these mounts."""
-    mounts = [parse_mount(text, "--nvme").directory for text in parse_list(nvme)]
+    mounts = [parse_mount(text, "--nvme").directory for text in parse_list(nvme, "--nvme")]
     return cached_rates(mounts, device_for("auto")) is not None
 
 

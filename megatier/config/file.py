@@ -205,7 +205,7 @@ def check_units(tiers: Mapping[str, Any], overrides: Sequence[str] = ()) -> None
     mounts = found.get("nvme") or ()
     if isinstance(mounts, str):
         listed = from_text(mounts, tuple) or ()
-        mounts = parse_list(listed)
+        mounts = parse_list(listed, "tiers.nvme")
     for mount in map(str, mounts):
         # A mount without a size may take all that is free.
         _, colon, size = mount.rpartition(":")

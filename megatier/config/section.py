@@ -149,7 +149,7 @@ def _kept(value: Any, types: list[Any]) -> Any:  # noqa: ANN401  a setting is of
         words = [value] if isinstance(value, str) else value
         is_list = isinstance(words, list | tuple)
         is_text = is_list and all(isinstance(word, str) for word in words)
-        return parse_list(value) if is_text else None
+        return parse_list(value, "") if is_text else None
     plain = tuple(each for each in types if each in (bool, str, dict))
     return value if isinstance(value, plain) else None
 

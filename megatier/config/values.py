@@ -285,10 +285,21 @@ def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:
         raise ConfigError(f"{setting} is {text!r}: {error}") from error
 
 
-def parse_list(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the entries of a list of text, or those between the commas of one string."""
+def parse_list(given: object, name: str) -> tuple[str, ...]:
+    """Return the entries of a list of text, or those between the commas of one string.
+
+    Args:
+        given: the list, or the string.
+        name: the setting.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     words = given.split(",") if isinstance(given, str) else given
-    return tuple(word.strip() for word in words if word.strip())
+    entries = list(words) if isinstance(words, Iterable) else [words]
+    texts = [entry.strip() for entry in entries if isinstance(entry, str)]
+    require(len(texts) == len(entries), name, given, "a list of texts, or one text with commas between")
+    return tuple(text for text in texts if text)
 
 
 def number(

@@ -164,7 +164,8 @@ def loop_config(
         # Betas set two settings, and arguments about the model set none.
         values = value if len(argument.settings) > 1 else (value,)
         settings |= zip(argument.settings, values, strict=False)
-    settings["model.attention"] = settings["model.attention"] or attention
+    if settings["model.attention"] is None:
+        settings["model.attention"] = attention
 
     if train is not None:
         train = read_section(TrainConfig, train)

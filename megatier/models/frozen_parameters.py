@@ -40,7 +40,7 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "mode
         names_of[id(parameter)].append(name)
 
     # In order, since a later pattern may undo an earlier one.
-    for pattern in parse_list(patterns):
+    for pattern in parse_list(patterns, setting):
         wanted = pattern.removeprefix("!")
         is_trained = pattern != wanted
         named = [p for p in model.parameters() if any(is_named(name, wanted) for name in names_of[id(p)])]

@@ -117,7 +117,7 @@ class TieredStore(ClosedWhenDropped):
             RunLockedError: another process has this run id on a mount.
         """
         budgets = {Tier.GPU: byte_count("gpu", gpu), Tier.RAM: byte_count("ram", ram)}
-        mounts = [parse_mount(text) for text in parse_list(nvme)]
+        mounts = [parse_mount(text) for text in parse_list(nvme, "nvme")]
         files = BlockFiles(mounts, run_id or secrets.token_hex(6), options or IoOptions()) if mounts else None
         try:
             budgets[Tier.NVME] = files.capacity_bytes if files is not None else 0

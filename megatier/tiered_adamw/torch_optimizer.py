@@ -77,7 +77,7 @@ class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
         self._settings = tuple(settings)
         self._seed = seed
         self._ram = byte_count("ram", ram)
-        self._nvme = parse_list(nvme)
+        self._nvme = parse_list(nvme, "nvme")
         mounts = [parse_mount(text, "nvme") for text in self._nvme]
         self._nvme_bytes = sum(map(budget_bytes, mounts))
 

@@ -101,7 +101,7 @@ def test_conversation_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
         (
             "messages",
             {"messages": [USER, ANSWER], "tools": '[{"a": 1, "a": 2}]'},
-            "the tools are no valid JSON: a key comes twice: a",
+            "the tools are .*: a key comes twice: a",
         ),
         (
             "sharegpt",

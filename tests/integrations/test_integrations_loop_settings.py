@@ -117,6 +117,25 @@ def test_narrow_moments_of_lion_are_refused_at_every_door(moments: Any) -> None:
     assert TrainConfig(optimizer="muon", moments=moments).moments == moments
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"frozen": 5}, "frozen is 5; it must be a list of texts"),
+        ({"frozen": ["a", 5]}, r"frozen is \['a', 5\]; it must be a list of texts"),
+        ({"products_except": 5}, "products_except is 5; it must be"),
+        ({"attention": ""}, "attention is ''; it must be"),
+    ],
+)
+def test_argument_of_a_wrong_kind_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        megatier.stream(plain_model(exactness_config("tied")), tiers=TIERS, **given)
+
+
+def test_mounts_of_tiered_adamw_that_are_no_texts_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="nvme is 5; it must be a list of texts"):
+        megatier.TieredAdamW([torch.nn.Parameter(torch.ones(2))], ram="1MiB", nvme=5)  # type: ignore[arg-type]
+
+
 def test_learning_rate_and_settings_without_effect_are_told_by_stream() -> None:
     refused = pytest.raises(ConfigError, match="model is ''")
     with pytest.warns(UserWarning, match=r"^lr is 1\. A step moves each weight") as caught, refused:
