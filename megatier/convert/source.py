@@ -86,8 +86,11 @@ def _read(path: Path) -> Mapping[str, Any]:
         except ConfigError as refusal:
             # A file that begins like JSON was meant as JSON, so the JSON parser's reason helps more than YAML's.
             is_meant_as_json = text.lstrip().startswith("{")
-            said = f"no valid JSON: {error}" if is_meant_as_json else refusal
-            raise ConfigError(f"{path} is {said}. Give a YAML or JSON file.") from refusal
+            said = f"no valid JSON: {error}" if is_meant_as_json else str(refusal)
+
+            # Some of what YAML is refused for has a remedy already.
+            remedy = "" if said.endswith(".") else ". Give a YAML or JSON file."
+            raise ConfigError(f"{path} is {said}{remedy}") from refusal
 
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings by name, but {str(tree)[:80]!r}. It must be {_KNOWN_CONFIGS}.")

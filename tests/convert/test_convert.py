@@ -301,6 +301,12 @@ def test_convert_bad_input_is_refused(content: object, message: str, tmp_path: P
     assert message in str(refused.value)
 
 
+def test_convert_of_a_key_that_comes_twice_in_yaml_names_one_remedy(tmp_path: Path) -> None:
+    path = written(tmp_path, "a: 1\na: 2\n")
+    with pytest.raises(ConfigError, match=r"no valid YAML: a is given twice, again in line 2\. Remove one of them\.$"):
+        convert(path)
+
+
 @pytest.mark.parametrize(
     ("content", "differing"),
     [
