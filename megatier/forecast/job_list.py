@@ -51,3 +51,8 @@ class JobList:
         """Return the number of pieces of a unit's state: its chunks, up to PIECES_MAX."""
         num_chunks = -(-elements // self._chunk_elements)
         return max(1, min(PIECES_MAX, num_chunks))
+
+
+def nth_last(jobs: Sequence[int], number: int) -> int | None:
+    """Return the last job but so many, of which the last is 1; None: there were fewer."""
+    return jobs[-number] if len(jobs) >= number else None

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatier.forecast.job_list import PIECES_MAX, JobList
+from megatier.forecast.job_list import PIECES_MAX, JobList, nth_last
+from megatier.forecast.lanes import adamw_work
 from megatier.forecast.simulate import Job
 from megatier.schedule.activations import SPILLING_MAX, AwayActivations
 from megatier.schedule.moves import Gradient, Move, Moves
@@ -297,14 +298,14 @@ class StepJobs:
 
         for _ in range(pieces):
             # Reads wait for the gradient too, because state is read only for an update that is due.
-            ahead = _nth_last(self._updated_chunks, CHUNK_DEPTH)
-            free = _nth_last(self._written_chunks, self._chunk_slots)
+            ahead = nth_last(self._updated_chunks, CHUNK_DEPTH)
+            free = nth_last(self._written_chunks, self._chunk_slots)
 
             # New bytes of a speculative update have a slot of their own. The old ones leave theirs with the update.
             fresh = None
             if is_speculative:
                 free = None
-                fresh = _nth_last(self._written_chunks, self._chunk_slots - CHUNK_DEPTH)
+                fresh = nth_last(self._written_chunks, self._chunk_slots - CHUNK_DEPTH)
             needs = self._last_end, ahead, free, gradient
             read = self._list.add_piece(moves.read_state(unit), unit, pieces, *needs)
             updated = self._apply("update_nvme", spec, pieces, read, fresh, elsewhere=is_speculative)
@@ -351,12 +352,12 @@ class StepJobs:
         """
         unit = spec.name
         if not spec.schema.by_matrix:
-            amount = _updated(spec, elsewhere=elsewhere) / pieces
+            amount = adamw_work(spec, elsewhere=elsewhere) / pieces
             return self._list.add(lane, unit, amount, *after)
 
         moves = self._moves.carry(unit)
         products = spec.update_flops * self._parameters_per_flop
-        amount = _updated(spec) + products
+        amount = adamw_work(spec) + products
         if not moves:
             return self._list.add("update_gpu", unit, amount, *after)
 
@@ -447,17 +448,3 @@ class StepJobs:
     def _awaited(self) -> Iterable[int | None]:
         """Return what else the end of a step waits for: its updates, if they run in its backward."""
         return () if self._policy.deferred else self._updates.values()
-
-
-def _nth_last(jobs: Sequence[int], number: int) -> int | None:
-    """Return the last job but so many, of which the last is 1; None: there were fewer."""
-    return jobs[-number] if len(jobs) >= number else None
-
-
-def _updated(spec: UnitSpec, *, elsewhere: bool = False) -> float:
-    """Return the work of AdamW on a unit, in the parameters by which rates count."""
-    # State is read and written. In another generation the processor also fetches the bytes that it overwrites.
-    schema = spec.schema
-    passes = 3 if elsewhere else 2
-    traffic = passes * schema.bytes_per_parameter + schema.grad_width
-    return spec.num_trained * traffic / UPDATE_BYTES

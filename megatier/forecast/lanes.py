@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatier.forecast.simulate import Lane
 from megatier.schedule.rates import UPDATE_BYTES, UPDATE_READ_BYTES, UPDATE_WRITTEN_BYTES, Rates
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Transport
 
 MOVE_TRAFFIC = 2
@@ -18,6 +19,20 @@ COLLECTIVES = ("gather", "scatter")
 def queue_of(lane: str) -> str:
     """Return the name that a plan has for a lane of the simulation."""
     return "ranks" if lane in COLLECTIVES else lane
+
+
+def adamw_work(spec: UnitSpec, *, elsewhere: bool = False) -> float:
+    """Return the work of AdamW on a unit, in the parameters by which rates count.
+
+    Args:
+        spec: the sizes of the unit.
+        elsewhere: whether the new state goes to another place than the old.
+    """
+    # State is read and written. In another place the processor also fetches the bytes that it overwrites.
+    schema = spec.schema
+    passes = 3 if elsewhere else 2
+    traffic = passes * schema.bytes_per_parameter + schema.grad_width
+    return spec.num_trained * traffic / UPDATE_BYTES
 
 
 def lanes_of(
