@@ -11,7 +11,7 @@ from pathlib import Path
 from megatier.checkpoint.run_directory import check_is_free
 from megatier.config import file as config_file
 from megatier.config import schema
-from megatier.config.section import field_docs, hints, in_help
+from megatier.config.section import settings_of
 from megatier.errors import ConfigError
 from megatier.report.console import announce, run_console
 from megatier.session.paths import check_paths
@@ -75,15 +75,8 @@ def settings() -> Iterator[str]:
     """Yield the lines of the help about every setting: what it takes, its default, and what it means."""
     for name, section in schema.CONFIG_SECTIONS.items():
         yield f"{name}: {section.__doc__.splitlines()[0]}"
-        docs = field_docs(section)
-
-        for key, hint in hints(section).items():
-            default = section.__dataclass_fields__[key].default
-            said = "null" if default is None else str(default).lower()
-            # A list is written with commas on the command line.
-            if isinstance(default, tuple):
-                said = ",".join(default).lower() or "none"
-            yield f"  --{name}.{key}  {in_help(hint)}  ({said})"
-            yield textwrap.fill(docs[key], 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        for each in settings_of(section):
+            yield f"  --{each.name}  {each.takes}  ({each.default})"
+            yield textwrap.fill(each.doc, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
         yield ""

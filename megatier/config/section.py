@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import textwrap
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
 from types import NoneType, UnionType
@@ -236,6 +237,29 @@ def field_docs(section: type[Any]) -> dict[str, str]:
             line = " ".join(text.split())
             docs[statement.target.id] = line.replace("None:", "null:").replace("False:", "false:")
     return docs
+
+
+class SettingHelp(NamedTuple):
+    """What the help says of a setting, in words."""
+
+    name: str
+    """In a whole config, such as train.steps."""
+    takes: str
+    """The values that it may have."""
+    default: str
+    doc: str
+
+
+def settings_of(section: Any) -> Iterator[SettingHelp]:  # noqa: ANN401  every section is a dataclass
+    """Yield the help of each setting of a section, in the order of its fields."""
+    docs = field_docs(section)
+    for key, hint in hints(section).items():
+        default = section.__dataclass_fields__[key].default
+        said = "null" if default is None else str(default).lower()
+        # A list is written with commas on the command line.
+        if isinstance(default, tuple):
+            said = ",".join(default).lower() or "none"
+        yield SettingHelp(section.dotted(key), in_help(hint), said, docs[key])
 
 
 class Explained:
