@@ -54,7 +54,8 @@ def families_of(test: str) -> tuple[str, ...]:
 
 def proven() -> dict[str, dict[str, tuple[str, ...]]]:
     """By test module, then by column, the families in the order of the tests."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    # As pytest finds them: each room's tests, and what they share, is imported by its own name.
+    sys.path += [str(ROOT / "tests"), *(str(path) for path in (ROOT / "tests").iterdir() if path.is_dir())]
     found: dict[str, dict[str, tuple[str, ...]]] = {"text": {}, "text and images": {}}
     for column, tests in COLUMNS.items():
         for kind in found:
@@ -77,13 +78,17 @@ def section(version: str) -> str:
         f"transformers {version}: {len(model_types(text))} types of text models in {len(text)} configurations, and "
         f"{len(images)} with images.",
         "",
-        "| family | " + " | ".join(COLUMNS) + " |",
+        "| families | " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * (len(COLUMNS) + 1),
     ]
     for columns in kinds.values():
+        # Families of which the same is proven share a row.
+        rows: dict[tuple[str, ...], list[str]] = {}
         for family in columns["gradients"]:
-            ticks = ("✓" if family in families else "" for families in columns.values())
-            lines.append(f"| `{family}` | " + " | ".join(ticks) + " |")
+            ticks = tuple("✓" if family in families else "" for families in columns.values())
+            rows.setdefault(ticks, []).append(f"`{family}`")
+        for ticks, alike in sorted(rows.items(), key=lambda row: -len(row[1])):
+            lines.append(f"| {', '.join(alike)} | " + " | ".join(ticks) + " |")
     return BEGIN + "\n" + "\n".join(lines) + "\n\n" + END
 
 
