@@ -306,7 +306,7 @@ def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
 
 
 def knee(rates: Sequence[float]) -> int | None:
-    """Return for how many steps a long write kept its first rate; None unless it lost a third of it or more for good.
+    """Return for how many steps a long write kept its first rate; None unless it lost 30 % of it or more for good.
 
     The steps are split into two levels, of two steps or more each, so that the sum of squares is least.
     """
