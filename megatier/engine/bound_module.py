@@ -120,7 +120,7 @@ class BoundModule:
         """The names of the parameters whose elements carry codes and scales of a quantised matrix."""
         self._leaves: dict[int, list[Tensor]] = {}
         """Views of the weights, by the address of the slot."""
-        self.held = self._unbound()
+        self.placed = self._unbound()
         """The tensors in the module's places now, one for each binding: its unbound parameters, or weights."""
         self.stays_bound = False
         """Whether these are weights that stay for a whole forward (`resident_modules`)."""
@@ -237,8 +237,8 @@ class BoundModule:
         inside = [by_name[tensor.name] for _, _, tensor in self._places]
 
         # Checked before and after: a parameter that somebody else has put here would be lost.
-        self._check_held(self.held)
-        held = self.held
+        self._check_placed(self.placed)
+        placed = self.placed
         owners = [owner for owner, _, _ in self._places]
         leaves = [leaf for _, leaf, _ in self._places]
         before = [owner[leaf] for owner, leaf in zip(owners, leaves, strict=True)]
@@ -248,15 +248,15 @@ class BoundModule:
         bind = assignment(owners, leaves, inside)
         unbind = assignment(owners, leaves, before)
         try:
-            self.held = inside
+            self.placed = inside
             bind()
             yield
-            self._check_held(inside)
+            self._check_placed(inside)
         finally:
-            self.held = held
+            self.placed = placed
             unbind()
 
-    def _check_held(self, tensors: Sequence[Tensor]) -> None:
+    def _check_placed(self, tensors: Sequence[Tensor]) -> None:
         """Check that the module still has the parameters that were put there.
 
         Args:
@@ -266,9 +266,9 @@ class BoundModule:
             UnsupportedModelError: a parameter was replaced.
         """
         places = self._places[: len(tensors)]
-        for place, held in zip(places, tensors, strict=True):
+        for place, placed in zip(places, tensors, strict=True):
             owner, leaf, tensor = place
-            if owner.get(leaf) is not held:
+            if owner.get(leaf) is not placed:
                 raise changed_weight_error(self.module_name, tensor.name)
 
     def check_finite(self, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:

@@ -67,13 +67,13 @@ class ResidentModules:
 
         # As in `BoundModule` for one module: places are checked before and after, and both functions are made before
         # either is called.
-        self._check_held(self._unbound)
+        self._check_placed(self._unbound)
         bind = assignment(self._owners, self._keys, self._bound)
         unbind = assignment(self._owners, self._keys, self._unbound)
         try:
             bind()
             yield
-            self._check_held(self._bound)
+            self._check_placed(self._bound)
         finally:
             unbind()
         self._check_unchanged()
@@ -94,7 +94,7 @@ class ResidentModules:
             self._names += [(node.module_name, tensor.name) for _, _, tensor in node.bindings]
             self._owners += [owner for owner, _, _ in node.bindings]
             self._keys += [leaf for _, leaf, _ in node.bindings]
-            self._unbound += node.held
+            self._unbound += node.placed
             self._bound += inside
             notes.append((node, inside))
         self._versions = [weight._version for weight in self._bound]
@@ -102,12 +102,12 @@ class ResidentModules:
         # Nodes know what their modules hold. Their attributes change in the same uninterruptible assignment.
         for node, inside in notes:
             self._owners += [vars(node)] * 2
-            self._keys += ["held", "stays_bound"]
-            self._unbound += [node.held, False]
+            self._keys += ["placed", "stays_bound"]
+            self._unbound += [node.placed, False]
             self._bound += [inside, True]
         self._ready = ready
 
-    def _check_held(self, tensors: Sequence[Any]) -> None:
+    def _check_placed(self, tensors: Sequence[Any]) -> None:
         """Check that each place of a weight still holds the expected tensor."""
         # Shorter, since attributes of nodes have no names.
         for name, owner, key, tensor in zip(self._names, self._owners, self._keys, tensors, strict=False):

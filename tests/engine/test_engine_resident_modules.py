@@ -46,7 +46,7 @@ def check_is_unbound(streamed: Streamed) -> None:
     assert all(isinstance(parameter, Unbound) for parameter in streamed.model.parameters())
     for node in streamed._engine.model.nodes:
         assert not node.stays_bound
-        assert all(isinstance(tensor, Unbound) for tensor in node.held)
+        assert all(isinstance(tensor, Unbound) for tensor in node.placed)
 
 
 def layer_of(streamed: Streamed) -> Any:
