@@ -225,10 +225,10 @@ class ContainerCopy:
         self._leaves = leaves
 
         # All copies are made before any is filled, since they may hold each other.
-        self._held = _empty_ones(self._containers)
-        maker = _Maker(leaves, self._held)
+        self._copies = _empty_ones(self._containers)
+        maker = _Maker(leaves, self._copies)
         self._before = [maker.contents(recipe.contents) for recipe in self._containers]
-        for container, contents in zip(self._held, self._before, strict=True):
+        for container, contents in zip(self._copies, self._before, strict=True):
             fill(container, contents)
 
         self.args = [maker.value(form) for form in arguments.args]
@@ -255,8 +255,8 @@ class ContainerCopy:
 
         # The call's own containers and tensors are known already, so forms refer to them by number.
         walk = _Walk(containers=list(self._containers))
-        for index, held in enumerate(self._held):
-            walk.known[id(held)] = _Ref(_Kind.CONTAINER, index)
+        for index, copy in enumerate(self._copies):
+            walk.known[id(copy)] = _Ref(_Kind.CONTAINER, index)
         for index, tensor in self._tensors():
             walk.known[id(tensor)] = _Ref(_Kind.GIVEN, index)
 
@@ -264,9 +264,9 @@ class ContainerCopy:
         places: list[tuple[int, str]] = []
         tensors: list[Tensor] = []
 
-        for index, held in enumerate(self._held):
+        for index, copy in enumerate(self._copies):
             before = self._before[index]
-            after = contents_of(held)
+            after = contents_of(copy)
             if _holds_the_same(before, after):
                 continue
             path = self._containers[index].path
