@@ -108,7 +108,7 @@ class UnitWeights:
         self._gathers: deque[Transfer] = deque(maxlen=SLOTS_MIN)
         """The last all-gathers that were submitted, at most one for each slot of shards."""
         self._pass = Pass("")
-        self._held: list[Lease] = []
+        self._leases_in_use: list[Lease] = []
         """The leases of weights that compute uses now."""
 
         # The queue moves nothing itself, so it needs no stream.
@@ -177,7 +177,7 @@ class UnitWeights:
         # An interrupt between the two would let the lease be released twice.
         with self._store.consistency.change:
             use.lease.release()
-            self._held.remove(use.lease)
+            self._leases_in_use.remove(use.lease)
 
         self._recorder.access(use.access, use.cause, use.asked, use.entered, left)
 
@@ -237,7 +237,7 @@ class UnitWeights:
         # An interrupt between the two would leave a lease that nobody releases.
         with self._store.consistency.call:
             lease = self._store.lease(key, Tier.GPU)
-            self._held.append(lease)
+            self._leases_in_use.append(lease)
 
         return Use(self, access, lease, asked, main_cause(causes))
 
@@ -384,9 +384,9 @@ class UnitWeights:
 
     def release_all(self) -> None:
         """Release the weights of a forward or backward that failed."""
-        while self._held:
+        while self._leases_in_use:
             with self._store.consistency.change:
-                self._held.pop().release()
+                self._leases_in_use.pop().release()
 
     def evict(self) -> None:
         """Drop all weights from GPU slots."""
@@ -397,7 +397,7 @@ class UnitWeights:
     def forget(self) -> None:
         """Forget the pass and all weights in use, because the store takes all slots back."""
         self._pass = Pass("")
-        self._held.clear()
+        self._leases_in_use.clear()
 
     # ------------------------------------------------------------------ the queue's side
 

@@ -113,7 +113,7 @@ def test_hub_weights_broken_off_in_a_layer_give_everything_back(tmp_path: Path) 
             for place, _ in enumerate(streamed.weights()):
                 if place == number:
                     break
-            assert not session.player.weights._held, "leases went back"
+            assert not session.player.weights._leases_in_use, "leases went back"
         assert torch.equal(taken(streamed)["model.norm.weight"], whole["model.norm.weight"])
         step(streamed, 2)
 
@@ -141,7 +141,7 @@ def test_hub_weights_that_a_drive_has_damaged_are_an_error_each_time(tmp_path: P
         for _ in range(2):
             with pytest.raises(IntegrityError, match="is damaged in"):
                 dict(streamed.weights())
-            assert not session.player.weights._held, "leases went back"
+            assert not session.player.weights._leases_in_use, "leases went back"
 
 
 def test_hub_weights_within_a_step_or_of_a_closed_model_are_refused() -> None:
