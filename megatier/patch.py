@@ -7,19 +7,19 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def patched(held: MutableMapping[str, object], /, **values: object) -> Iterator[None]:
+def patched(namespace: MutableMapping[str, object], /, **values: object) -> Iterator[None]:
     """Replace the values of names in this context, and restore them afterwards.
 
     Args:
-        held: the mapping of names, such as the `vars` of a module.
+        namespace: the mapping of names, such as the `vars` of a module.
         **values: the new values by name.
     """
-    before = {name: held[name] for name in values if name in held}
-    held.update(values)
+    before = {name: namespace[name] for name in values if name in namespace}
+    namespace.update(values)
     try:
         yield
     finally:
         # A name that was only in the object's class is removed, so that the class's value shows again.
         for name in values.keys() - before.keys():
-            held.pop(name, None)
-        held.update(before)
+            namespace.pop(name, None)
+        namespace.update(before)

@@ -100,7 +100,7 @@ class PeerMonitor:
     """The watch of one rank over the others, from its making until `end`."""
 
     def __init__(
-        self, store: Store, rank: int, members: Sequence[Member], held: object, stop: Callable[[], None]
+        self, store: Store, rank: int, members: Sequence[Member], kept_alive: object, stop: Callable[[], None]
     ) -> None:
         """Begin to watch.
 
@@ -108,7 +108,7 @@ class PeerMonitor:
             store: a connection for this object alone, under a prefix of this run.
             rank: this rank.
             members: the processes of all ranks.
-            held: an object that has to stay alive until this process ends, if a rank fails.
+            kept_alive: an object that has to stay alive until this process ends, if a rank fails.
             stop: ends the collectives under way; called repeatedly after a rank has failed.
         """
         self._owner = Owner("this rank of a run")
@@ -116,7 +116,7 @@ class PeerMonitor:
         self._rank = rank
         self._members = members
         self._stop = stop
-        self._held = held
+        self._kept_alive = kept_alive
         self._error: BaseException | None = None
         """The error with which this rank failed."""
         self._own: str | None = None
