@@ -64,7 +64,7 @@ class Queue:
         self._items: SimpleQueue[tuple[Transfer, Callable[[], Completion | None]] | None] = SimpleQueue()
 
         self._is_open = True
-        self._gate = threading.Lock()
+        self._submit_lock = threading.Lock()
         """Held while an item or the end mark is put, so that no item comes after the end mark."""
         self._num_begun = 0
         self._current: tuple[Transfer, int] | None = None
@@ -96,7 +96,7 @@ class Queue:
         """
         transfer = Transfer(self.name, key, num_bytes, requires, follows)
         # Another thread may be closing the store. A move behind the end mark would never start.
-        with self._gate:
+        with self._submit_lock:
             if not self._is_open:
                 raise ClosedError(f"{key} is not moved by {self.name}: the store was closed. Open it anew.")
             self._items.put((transfer, start))
@@ -126,7 +126,7 @@ class Queue:
 
     def close(self) -> None:
         """Let the thread finish all submitted items, and join it. Safe to call twice."""
-        with self._gate:
+        with self._submit_lock:
             self._is_open = False
             self._items.put(None)
         self._thread.join()
