@@ -94,7 +94,8 @@ class ImageChats:
             )
         self._ahead: deque[tuple[tuple[int, int, int], Task[list[Group]]]] = deque()
 
-        # One thread makes batches in the order of the steps.
+        # One thread makes batches in the order of the steps, and it alone calls the processor from here on. A fast
+        # tokenizer keeps the length to pad to, so of two threads that called it at once, one could get the other's.
         self._worker = Workers(1, "megatier-images")
 
     def __enter__(self) -> Self:
@@ -158,8 +159,8 @@ class ImageChats:
         num_rows = len(self.held_out)
         for start in range(0, num_rows, batch):
             stop = min(start + batch, num_rows)
-            rows = self.held_out.read(range(start, stop))
-            yield self._groups(rows, count)
+            task = self._worker.submit(partial(self._make_held_out, range(start, stop), count))
+            yield task.result()
 
     def rehearsal(self, step: int, batch: int, count: int) -> list[Group]:
         """Return as many groups as a step has, each with an image; none if its own have images, or no conversation has.
@@ -169,6 +170,19 @@ class ImageChats:
             batch: number of conversations.
             count: number of groups.
         """
+        task = self._worker.submit(partial(self._make_rehearsal, step, batch, count))
+        return task.result()
+
+    def _make(self, step: int, batch: int, count: int) -> list[Group]:
+        """Return the groups of a step; this runs on the thread `megatier-images`, as the next two do."""
+        return self._groups(self._rows(step, batch), count)
+
+    def _make_held_out(self, numbers: Sequence[int], count: int) -> list[Group]:
+        """Return the groups of held-out rows."""
+        return self._groups(self.held_out.read(numbers), count)
+
+    def _make_rehearsal(self, step: int, batch: int, count: int) -> list[Group]:
+        """Return the groups that a step is rehearsed with, if it needs that."""
         packs = self._rows(step, batch)
         groups = self._cut(packs, count)
         if all(any(map(_has_images, group)) for group in groups):
@@ -188,10 +202,6 @@ class ImageChats:
             (pack,) = self.train.read([number])
             if _has_images(pack):
                 yield pack
-
-    def _make(self, step: int, batch: int, count: int) -> list[Group]:
-        """Return the groups of a step; this runs on the thread `megatier-images`."""
-        return self._groups(self._rows(step, batch), count)
 
     def _rows(self, step: int, batch: int) -> list[Pack]:
         """Return the conversations of a step, by sequence."""
@@ -240,7 +250,8 @@ class ImageChats:
 
         ids = columns["input_ids"]
         for row, own in zip(rows, ids, strict=True):
-            if checksum_of(own[: row.num_tokens].numpy()) != row.crc32:
+            # A longer row would move the conversations after it in its sequence.
+            if len(own) != length or checksum_of(own[: row.num_tokens].numpy()) != row.crc32:
                 raise DataError(
                     f"{row.place}: the processor makes other tokens of it now than when the run began. Bring the old "
                     "processor back, or begin a new run."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,39 @@ def test_held_out_conversations_are_not_trained_on(made: Processor, tmp_path: Pa
     rows = {tuple(row.tolist()) for row in trained}
     assert len(rows) == 6
     assert not rows & {tuple(row.tolist()) for row in held["input_ids"]}
+
+
+def test_processor_is_called_by_one_thread_once_the_rows_are_made(
+    made: Processor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A fast tokenizer keeps the length to pad to: a conversation got that of one which another thread had begun.
+    real = made.columns
+    threads = []
+
+    def columns(*arguments: Any) -> dict[str, torch.Tensor]:
+        threads.append(threading.current_thread())
+        return real(*arguments)
+
+    monkeypatch.setattr(made, "columns", columns)
+    with opened(made, tmp_path, chats(tmp_path / "data", (0, 1, 0, 1, 0, 1)), holdout_fraction=0.34) as found:
+        found.groups(0, 1, 1)
+        step = next(step for step in range(found.num_sequences) if found.rehearsal(step, 1, 1))
+        assert num_images(found.rehearsal(step, 1, 1)) == [1]
+        assert len(list(found.holdout(1, 1))) == len(found.held_out) > 0
+    assert len(set(threads)) == 1
+    assert threading.current_thread() not in threads
+
+
+def test_row_that_is_longer_than_asked_for_is_refused(
+    made: Processor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = made.columns
+    monkeypatch.setattr(made, "columns", lambda texts, images, length, place: real(texts, images, length + 1, place))
+    with (
+        opened(made, tmp_path, chats(tmp_path / "data", (1,))) as found,
+        pytest.raises(DataError, match="the processor makes other tokens of it now"),
+    ):
+        found.groups(0, 1, 1)
 
 
 # ---- where images lie
