@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import copy
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ class Processor:
         """
         self.own = own
         """The processor itself, which an export writes."""
+        self._called = copy.deepcopy(own)
+        """What is called: a call leaves its padding in a fast tokenizer, and an export must not write that."""
         self._name = f"the processor {type(own).__name__} of {shown(name)}"
         tokenizer = getattr(own, "tokenizer", None)
         if not isinstance(tokenizer, PreTrainedTokenizerBase) or getattr(own, "image_processor", None) is None:
@@ -143,7 +146,7 @@ class Processor:
             given = list(map(list, images))
 
         with reading(f"{place}: {self._name} refuses the conversation", DataError):
-            found: Any = self.own(text=list(texts), images=given, **options)
+            found: Any = self._called(text=list(texts), images=given, **options)
             return dict(found)
 
 

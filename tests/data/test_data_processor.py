@@ -48,6 +48,15 @@ def test_learnt_tokens_stand_where_the_processor_moved_them(folder: Path, tmp_pa
     assert int(columns["attention_mask"].sum()) == len(ids)
 
 
+def test_tokenizer_is_saved_as_it_was_whatever_was_padded(tmp_path: Path) -> None:
+    processor("llava").save_pretrained(tmp_path / "model")
+    own = load(tmp_path / "model")
+    own.columns(["a"], [[]], 64, "a")
+    own.save_pretrained(tmp_path / "saved")
+    found, expected = ((tmp_path / name / "tokenizer.json").read_text() for name in ("saved", "model"))
+    assert found == expected
+
+
 def test_template_of_the_settings_replaces_that_of_the_processor(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jinja"
     path.write_text(
