@@ -126,7 +126,7 @@ class Fills:
         key = block.spec.key
         queue = queue_to_gpu(block.spec.kind)
 
-        # Each round may wait for a slot without the lock, so the next one looks anew whether RAM has its bytes.
+        # Each round may wait for a slot without the lock, so each one looks anew whether RAM has its bytes.
         for part in self._ram_spans(block, span):
             in_ram = block.on(Tier.RAM)
             passes = not any(other.holds(part) and other.is_usable() for other in in_ram)
@@ -146,7 +146,10 @@ class Fills:
             # Bytes that only pass free their slot in RAM at once, because another piece may need it. The slot notes the
             # move, and the next move into it waits for that.
             source.use(transfer)
-            if passes:
+
+            # `place` may have waited without the lock. If another thread has brought the same bytes to RAM meanwhile,
+            # and leased or changed them, they stay there.
+            if passes and not source.num_leases and not source.unwritten:
                 self._copies.evict(source)
 
     def _read_past_ram(self, copy: Copy, span: Span, reader: GpuReader) -> None:
