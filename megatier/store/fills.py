@@ -83,6 +83,9 @@ class Fills:
             raise
         copy.num_leases -= 1
 
+        # A thread that looked for a slot during a wait saw this copy as leased, and may sleep since.
+        self._copies.wake()
+
     def _read(self, copy: Copy, span: Span) -> None:
         """Start to read from NVMe into RAM."""
         files = self._files

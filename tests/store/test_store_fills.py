@@ -86,3 +86,30 @@ def test_prefetch_while_another_thread_changes_the_bytes_in_ram_brings_the_new_o
     assert torch.equal(read(store, "a", Tier.GPU), pattern(2, NUM_BYTES))
     assert store.is_dirty("a")
     send_home(store, "a")
+
+
+def test_prefetch_that_waited_wakes_a_thread_that_waits_for_its_slot(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_slot = store.lease("b", Tier.RAM)
+    leases = []
+    waiting = threading.Thread(target=lambda: leases.append(store.lease("c", Tier.GPU, fresh=True, wait=True)))
+
+    def have_another_thread_wait() -> None:
+        only_slot.release()
+        on_another_thread(lambda: leases.append(store.lease("a", Tier.RAM)))
+
+        # The slot on the GPU counts as leased now, so this thread goes to sleep.
+        waiting.start()
+        while not store._copies._waiting_for_slot:
+            waiting.join(0.001)
+            assert waiting.is_alive()
+
+    during_first_wait(store, monkeypatch, have_another_thread_wait)
+    store.prefetch("a", Tier.GPU, wait=True)
+
+    # Nothing else wakes it: the bytes in RAM are still leased.
+    waiting.join(TIMEOUT_S)
+    assert not waiting.is_alive()
+    for lease in leases:
+        lease.release()
