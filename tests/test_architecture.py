@@ -22,7 +22,7 @@ POINTERS = {
     "engine/activation.py": 4,  # whether one tensor lies in another
     "engine/carried_tensors.py": 1,  # the same
     "engine/bound_module.py": 1,  # a key
-    "guards/held_parts.py": 1,  # whether one tensor lies in another
+    "guards/hidden_parts.py": 1,  # whether one tensor lies in another
     "optim/gradient_sums.py": 2,  # whether two tensors begin alike
     "ranks/peer_copies.py": 2,  # how far one tensor lies in another
     "ranks/shared_ram.py": 1,  # page-locking, which takes bytes whatever they are

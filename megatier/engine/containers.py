@@ -17,7 +17,7 @@ from typing import Any, cast
 from torch import nn
 from transformers import PretrainedConfig
 
-from megatier.guards.held_parts import slots_of
+from megatier.guards.hidden_parts import slots_of
 
 ContainerKey = tuple[str, Hashable]
 """A place in a container: an item by its key or index, or a field by its name."""

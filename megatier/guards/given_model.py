@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from megatier.errors import UnsupportedModelError
-from megatier.guards.held_parts import FORWARD_HOOKS
+from megatier.guards.hidden_parts import FORWARD_HOOKS
 
 FULL_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that training begins with."""

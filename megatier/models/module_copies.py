@@ -18,7 +18,7 @@ from megatier.compute.vector_math import warm_up
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import first_sentence, reading
 from megatier.guards.given_model import check_modules, check_parameters
-from megatier.guards.held_parts import TREE, HeldParts
+from megatier.guards.hidden_parts import TREE, HiddenParts
 from megatier.models.decoder import check_config, decoder_layers, is_adapter, tied_modules
 from megatier.models.dtypes import names_in_fp32
 from megatier.models.model_class import implementation_of, known_class
@@ -41,12 +41,12 @@ def copied_skeleton(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     check_parameters(model)
     _check_dtypes(model)
     _check_layers(model)
-    held = HeldParts(model)
-    held.check()
+    hidden = HiddenParts(model)
+    hidden.check()
 
     # deepcopy uses the memo's entry instead of copying an object, so no weight is ever copied.
     memo: dict[int, Any] = {id(parameter): _on_meta(parameter) for parameter in model.parameters()}
-    skeleton = _copied(model, memo | held.shared)
+    skeleton = _copied(model, memo | hidden.shared)
     for module in skeleton.modules():
         for leaf, buffer in module._buffers.items():
             module._buffers[leaf] = None if buffer is None else buffer.to("cpu")

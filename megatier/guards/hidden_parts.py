@@ -43,13 +43,13 @@ OF_PYTHON = (
 """Callables that are not objects of a class which the user wrote."""
 ITEMS_MAX = 1000
 """Items of a container that are searched, since a container of model parts has one among the first."""
-HELD_MODEL_REMEDY = (
+HIDDEN_PART_REMEDY = (
     "The model is copied for training, and functions are not. Take what you need from the module that a hook is called "
     "with, or make it a method: of the module's class, or by types.MethodType(function, module)."
 )
 
 
-class HeldParts:
+class HiddenParts:
     """Searches the attributes, hooks and methods of a model's modules for parts of the model.
 
     Attributes:
@@ -94,12 +94,12 @@ class HeldParts:
 
         # Classes are not copied, and the closure of a method or property may hold the model as well.
         for kind in kinds:
-            for leaf, value in vars(kind).items():
+            for attribute, value in vars(kind).items():
                 # Static and class methods have their function in __func__, and properties in fget.
                 getter = getattr(value, "fget", value)
                 function = getattr(value, "__func__", getter)
                 if isinstance(function, types.FunctionType) and not _is_of_library(function):
-                    self._check(function, f"{leaf} of the class {kind.__name__}", is_copied=False)
+                    self._check(function, f"{attribute} of the class {kind.__name__}", is_copied=False)
 
     def _check_memory(self) -> None:
         """Refuse parameters that share memory."""
@@ -112,17 +112,17 @@ class HeldParts:
 
     def _check_module(self, module: nn.Module, path: str) -> None:
         """Search the buffers, attributes and hooks of a module."""
-        for leaf, buffer in module._buffers.items():
+        for name, buffer in module._buffers.items():
             if buffer is not None:
-                where = f"the buffer {leaf} of {path}"
+                where = f"the buffer {name} of {path}"
                 self._check_tensor(buffer, where, is_copied=True)
 
-        for leaf, value in vars(module).items():
-            if leaf in FORWARD_HOOKS:
+        for attribute, value in vars(module).items():
+            if attribute in FORWARD_HOOKS:
                 for hook in value.values():
                     self._check_attribute(hook, f"a hook of {path} ({_called(hook)})")
-            elif leaf not in TREE and leaf not in STATE_HOOKS:
-                self._check_attribute(value, f"{leaf} of {path}")
+            elif attribute not in TREE and attribute not in STATE_HOOKS:
+                self._check_attribute(value, f"{attribute} of {path}")
 
     def _check_attribute(self, value: object, where: str) -> None:
         """Search an attribute or a hook."""
@@ -150,21 +150,21 @@ class HeldParts:
         """
         waiting = [(value, is_copied)]
         while waiting:
-            held, is_own = waiting.pop()
+            item, is_own = waiting.pop()
 
             # A value may be both copied and shared. Each case is searched, since a shared one may hold no part.
-            if isinstance(held, PLAIN_TYPES) or (id(held), is_own) in self._seen:
+            if isinstance(item, PLAIN_TYPES) or (id(item), is_own) in self._seen:
                 continue
-            self._seen.add((id(held), is_own))
-            if (part := self._parts.get(id(held))) is not None:
+            self._seen.add((id(item), is_own))
+            if (part := self._parts.get(id(item))) is not None:
                 if not is_own:
                     raise UnsupportedModelError(
-                        f"{where} holds {part} of the model that was given. {HELD_MODEL_REMEDY}"
+                        f"{where} holds {part} of the model that was given. {HIDDEN_PART_REMEDY}"
                     )
-            elif isinstance(held, Tensor):
-                self._check_tensor(held, where, is_copied=is_own)
+            elif isinstance(item, Tensor):
+                self._check_tensor(item, where, is_copied=is_own)
             else:
-                waiting += [(inside, is_own and goes_along) for inside, goes_along in _inside(held)]
+                waiting += [(inside, is_own and goes_along) for inside, goes_along in _inside(item)]
 
     def _check_tensor(self, tensor: Tensor, where: str, *, is_copied: bool) -> None:
         """Refuse a tensor that would have to be trained, or that is a view of a weight."""
@@ -190,24 +190,24 @@ def _inside(value: Any) -> Iterator[tuple[object, bool]]:  # noqa: ANN401 - anyt
     """Yield the values inside a value, and whether copying the value copies each of them."""
     match value:
         case types.FunctionType():
-            yield from ((held, False) for held in _held_by(value))
+            yield from ((item, False) for item in _reachable_from(value))
         case types.MethodType():
             yield value.__self__, True
             yield value.__func__, False
         case types.BuiltinFunctionType():
             yield value.__self__, False
         case functools.partial():
-            yield from ((held, True) for held in (value.func, *value.args, *value.keywords.values()))
+            yield from ((item, True) for item in (value.func, *value.args, *value.keywords.values()))
         case Mapping():
-            yield from ((held, True) for pair in islice(value.items(), ITEMS_MAX) for held in pair)
+            yield from ((item, True) for pair in islice(value.items(), ITEMS_MAX) for item in pair)
         case list() | tuple() | set() | frozenset():
-            yield from ((held, True) for held in islice(value, ITEMS_MAX))
+            yield from ((item, True) for item in islice(value, ITEMS_MAX))
         case _:
-            yield from ((held, True) for held in getattr(value, "__dict__", {}).values())
+            yield from ((item, True) for item in getattr(value, "__dict__", {}).values())
             yield from ((getattr(value, name), True) for name in slots_of(type(value)) if hasattr(value, name))
 
 
-def _held_by(function: types.FunctionType) -> Iterator[object]:
+def _reachable_from(function: types.FunctionType) -> Iterator[object]:
     """Yield the values that a function can reach without arguments: closure, defaults, attributes and globals."""
     for cell in function.__closure__ or ():
         try:
