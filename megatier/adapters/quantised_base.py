@@ -84,7 +84,7 @@ class CodesReader(TensorReader):
         self,
         stored: Mapping[str, StoredTensor],
         plain: SafetensorsFolder,
-        held: Mapping[str, StoredTensor | Tensor],
+        codes: Mapping[str, StoredTensor | Tensor],
         dtype: torch.dtype,
     ) -> None:
         """Take the sources of the weights.
@@ -92,12 +92,12 @@ class CodesReader(TensorReader):
         Args:
             stored: all tensors of the folder.
             plain: reads all other tensors, and decoded ones by their names in plain models.
-            held: the stored codes and scales, by the names of their parameters.
+            codes: the stored codes and scales, by the names of their parameters.
             dtype: the dtype of the unit's weights, whose elements carry the bytes.
         """
         self.stored = stored
         self._plain = plain
-        self._held = held
+        self._codes = codes
         self._item_bytes = dtype.itemsize
 
     def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
@@ -105,7 +105,7 @@ class CodesReader(TensorReader):
 
         Elements that carry bytes may have any bits, NaN included.
         """
-        stored = self._held.get(tensor.name)
+        stored = self._codes.get(tensor.name)
         if stored is None:
             yield from self._plain.read_tensor(unit, tensor)
             return
@@ -158,8 +158,8 @@ def open_quantised(
     if dtype is None:
         return model, reader
 
-    held = _holding_codes(model, reader, matrices, dtype)
-    return model, CodesReader(stored, reader, held, dtype)
+    codes = _holding_codes(model, reader, matrices, dtype)
+    return model, CodesReader(stored, reader, codes, dtype)
 
 
 def _as_decoded(stored: Mapping[str, StoredTensor], matrices: Mapping[str, StoredMatrix]) -> dict[str, StoredTensor]:
@@ -223,7 +223,7 @@ def _holding_codes(
     model: PreTrainedModel, reader: SafetensorsFolder, matrices: Mapping[str, StoredMatrix], dtype: torch.dtype
 ) -> dict[str, StoredTensor | Tensor]:
     """Replace linear layers of a skeleton by ones that keep codes. Return the stored parts by parameter name."""
-    held: dict[str, StoredTensor | Tensor] = {}
+    codes: dict[str, StoredTensor | Tensor] = {}
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
 
@@ -237,8 +237,8 @@ def _holding_codes(
 
         model.set_submodule(name, QuantisedLinear(module, matrix.scheme, dtype.itemsize))
         for part_name, part in matrix.parts.items():
-            held[f"{name}.{part_name}"] = part
-    return held
+            codes[f"{name}.{part_name}"] = part
+    return codes
 
 
 def _checked_groups(folder: Path, settings: Mapping[str, Any]) -> tuple[int, int] | None:
