@@ -140,24 +140,24 @@ class UnitFunction(torch.autograd.Function):
         # All slices of a call see the same arguments, so none may change them for the next, whether graphs are kept or
         # not.
         given = GivenTensors(call.flat) if call.num_slices > 1 or not keeps else None
-        left = StateBefore(node.module) if node.is_new and not keeps else None
+        state_before = StateBefore(node.module) if node.is_new and not keeps else None
         record.given = None if keeps else given
 
         # Not in a `finally`: after an error the step is abandoned, and the player takes everything back.
         use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
         leaves = node.leaves(use.bytes)
-        leaving = [use.bytes] if record.offloaded is None else [use.bytes, present[record.offloaded]]
+        memory_reused_later = [use.bytes] if record.offloaded is None else [use.bytes, present[record.offloaded]]
         of_slices = []
 
         for slice_inputs, flat in call.cut(present):
-            outputs = _run_slice(record, leaves, leaving, slice_inputs, flat)
+            outputs = _run_slice(record, leaves, memory_reused_later, slice_inputs, flat)
             # Detached, since outside this function autograd continues with the function itself.
             of_slices.append([None if x is None else x.detach() for x in outputs])
 
         if given is not None:
             given.check(node.module_name, "by its forward")
-        if left is not None:
-            left.check(node.module_name)
+        if state_before is not None:
+            state_before.check(node.module_name)
 
         # Asked again, since a compiler that refused the module has left it uncompiled.
         record.is_plain = node.is_plain
@@ -233,19 +233,23 @@ class UnitFunction(torch.autograd.Function):
 
 
 def _run_slice(
-    record: _ForwardRecord, leaves: list[Tensor], leaving: Sequence[Tensor], inputs: list[Tensor], flat: Sequence[Any]
+    record: _ForwardRecord,
+    leaves: list[Tensor],
+    memory_reused_later: Sequence[Tensor],
+    inputs: list[Tensor],
+    flat: Sequence[Any],
 ) -> list[Tensor | None]:
     """Run the module on one slice, and record what its backward needs. Return the outputs with their graph.
 
     Args:
         record: the record of the call.
         leaves: views of the unit's weights.
-        leaving: the memory that will be elsewhere in the backward.
+        memory_reused_later: memory of weights and the offloaded input, which others use until the backward.
         inputs: the differentiable inputs of the slice, as leaves.
         flat: all flat inputs of the slice.
     """
     node = record.call.node
-    rebinding = Rebinding(node.module_name, *leaving, beside=record.beside, given=flat)
+    rebinding = Rebinding(node.module_name, *memory_reused_later, beside=record.beside, given=flat)
 
     # Recorded before the forward, which may draw random numbers and change settings.
     rerun = None if record.keeps_graphs else _Rerun.of(node)
