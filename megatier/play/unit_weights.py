@@ -172,14 +172,14 @@ class UnitWeights:
 
     def leave(self, use: Use) -> None:
         """See `Use.leave`."""
-        left = Instant(self.clock)
+        ended = Instant(self.clock)
 
         # An interrupt between the two would let the lease be released twice.
         with self._store.consistency.change:
             use.lease.release()
             self._leases_in_use.remove(use.lease)
 
-        self._recorder.access(use.access, use.cause, use.asked, use.entered, left)
+        self._recorder.access(use.access, use.cause, use.asked, use.entered, ended)
 
         # The gate opens after the release, because a load behind it evicts these weights.
         num_over = len(self._pass.accesses)

@@ -42,7 +42,7 @@ class _Use:
     """The time at which compute asked for the weights."""
     entered: Instant
     """The time at which it got them."""
-    left: Instant
+    ended: Instant
     """The time at which it gave them back."""
     pauses: list[Pause]
     """The waits of compute since the last use."""
@@ -74,7 +74,7 @@ class Recorder:
         """Items of the player's queues that had not ended when they were last looked at."""
         self._events: list[TraceEvent] = []
 
-    def access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
+    def access(self, access: Access, cause: str, asked: Instant, entered: Instant, ended: Instant) -> None:
         """Record a use of a unit.
 
         Args:
@@ -82,7 +82,7 @@ class Recorder:
             cause: what compute waited for longest; empty if it did not wait, so that the time is the host's.
             asked: the time at which compute asked for the weights.
             entered: the time at which it got them.
-            left: the time at which it gave them back.
+            ended: the time at which it gave them back.
         """
         # Times are read later, because on a GPU they are events, and reading them would wait for the device.
         use = _Use(
@@ -90,7 +90,7 @@ class Recorder:
             cause=cause,
             asked=asked,
             entered=entered,
-            left=left,
+            ended=ended,
             pauses=self._pauses,
         )
         self._uses.append(use)
@@ -180,7 +180,7 @@ class Recorder:
         uses = self._uses
         self._uses = []
         for use in uses:
-            if use.left.passed():
+            if use.ended.passed():
                 self._note_use(use)
             else:
                 self._uses.append(use)
@@ -252,7 +252,7 @@ class Recorder:
             if is_long and until_ns >= from_ns:
                 self.work("compute", name, from_ns, until_ns)
                 from_ns = resumed.ns()
-        self.work("compute", name, from_ns, use.left.ns())
+        self.work("compute", name, from_ns, use.ended.ns())
 
     def _note_rest(self) -> None:
         """Record the waits after the last use, at the end of the pass."""
