@@ -68,7 +68,7 @@ class Member:
         return cls(socket.gethostname(), f"{boot} {namespace}", os.getpid())
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """The methods of a store of `torch.distributed` that are used here."""
 
     def set(self, key: str, value: str, /) -> None:
@@ -100,7 +100,7 @@ class PeerMonitor:
     """The watch of one rank over the others, from its making until `end`."""
 
     def __init__(
-        self, store: Store, rank: int, members: Sequence[Member], kept_alive: object, stop: Callable[[], None]
+        self, store: KeyValueStore, rank: int, members: Sequence[Member], kept_alive: object, stop: Callable[[], None]
     ) -> None:
         """Begin to watch.
 

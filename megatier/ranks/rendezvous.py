@@ -14,7 +14,7 @@ import torch
 
 from megatier import _native
 from megatier.errors import PeerError, StepAbandonedError
-from megatier.ranks.peer_monitor import Member, PeerMonitor, Store, comes_of_peers
+from megatier.ranks.peer_monitor import KeyValueStore, Member, PeerMonitor, comes_of_peers
 from megatier.ranks.ranks import Ranks
 from megatier.workers import Workers
 
@@ -150,7 +150,7 @@ def _open_default_group(backend: str, rank: int, size: int, is_given_up: _native
     )
 
 
-def _meet(store: Store, rank: int, size: int, is_given_up: _native.Latch) -> str:
+def _meet(store: KeyValueStore, rank: int, size: int, is_given_up: _native.Latch) -> str:
     """Return a name that all ranks of this start agree on, for their keys in the store.
 
     torchrun keeps its store when it restarts the ranks, so the store may still have addresses of processes that have
