@@ -39,7 +39,7 @@ class ArrayWriter:
         """The buffers of chunks that are being filled, and how many elements they have, by the chunk's number."""
         self.checksums: dict[int, int] = {}
 
-    def rooms(self, first: int, num_elements: int) -> Iterator[tuple[int, Tensor]]:
+    def buffers(self, first: int, num_elements: int) -> Iterator[tuple[int, Tensor]]:
         """Yield buffers for consecutive elements, which the caller fills before it asks for the next buffer.
 
         Args:

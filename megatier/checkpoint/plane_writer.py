@@ -33,8 +33,8 @@ from megatier.store.arena import Arena
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier, round_up
 
-Rooms = Callable[[int, int], Iterator[tuple[int, Tensor]]]
-"""Gives buffers for so many elements of a parameter, from a first one on; see `ArrayWriter.rooms`."""
+GetBuffers = Callable[[int, int], Iterator[tuple[int, Tensor]]]
+"""Gives buffers for so many elements of a parameter, from a first one on; see `ArrayWriter.buffers`."""
 
 
 class Buffers:
@@ -144,7 +144,7 @@ class PlaneWriter:
         # Closed whatever happens, because the generator holds leases and transfers.
         with closing(self._runs(unit, generation)) as runs:
             for (start, stop), planes in runs:
-                for tensor, (first, last), rooms in targets:
+                for tensor, (first, last), get_buffers in targets:
                     # The part of the tensor that lies in this run. Padding between tensors has no target.
                     lower = max(start, tensor.place(first))
                     upper = min(stop, tensor.place(last))
@@ -152,11 +152,11 @@ class PlaneWriter:
                         continue
 
                     element = tensor.offset + lower - tensor.start
-                    for done, target in rooms(element, upper - lower):
+                    for done, target in get_buffers(element, upper - lower):
                         _copy_fp32(planes, self._name, lower - start + done, target)
 
-    def _targets(self, unit: Unit) -> Iterator[tuple[TensorSlice, tuple[int, int], Rooms]]:
-        """Yield elements [first, last) of the parameters of a unit, each in its tensor, with what gives room for them.
+    def _targets(self, unit: Unit) -> Iterator[tuple[TensorSlice, tuple[int, int], GetBuffers]]:
+        """Yield elements [first, last) of the parameters of a unit, each in its tensor, with their buffers.
 
         The first ones of a tensor may be in a chunk that another rank writes.
         """
@@ -175,9 +175,9 @@ class PlaneWriter:
             first, last = tensor.elements
             if tensor.name in sent:
                 piece, to = sent[tensor.name]
-                yield tensor, (first, piece.stop), partial(_room_in, to, first)
+                yield tensor, (first, piece.stop), partial(_buffer_in, to, first)
                 first = piece.stop
-            yield tensor, (first, last), self._array(tensor).rooms
+            yield tensor, (first, last), self._array(tensor).buffers
 
     def _array(self, tensor: TensorSlice) -> ArrayWriter:
         """Return the array of a parameter."""
@@ -211,7 +211,7 @@ class PlaneWriter:
             array = self._arrays[piece.name]
 
             # A piece may reach over several chunks, each with memory of its own.
-            for first, target in array.rooms(piece.start, piece.num_elements):
+            for first, target in array.buffers(piece.start, piece.num_elements):
                 stop = first + target.numel()
                 target.copy_(values[first:stop])
 
@@ -285,7 +285,7 @@ class PlaneWriter:
         return found
 
 
-def _room_in(values: Tensor, start: int, first: int, num_elements: int) -> Iterator[tuple[int, Tensor]]:
+def _buffer_in(values: Tensor, start: int, first: int, num_elements: int) -> Iterator[tuple[int, Tensor]]:
     """Yield the place of consecutive elements in a tensor whose own first element has the number `start`."""
     place = first - start
     yield 0, values[place : place + num_elements]

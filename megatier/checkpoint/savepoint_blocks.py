@@ -205,7 +205,7 @@ def _spilled_extents(session: Session) -> list[Extent]:
 def _write_words(files: ChunkFiles, folder: Path, words: Tensor) -> list[int]:
     """Write int32 [n] as an array, and return the checksum of each of its files."""
     writer = ArrayWriter(files, folder, Grid.of(words.shape))
-    for first, target in writer.rooms(0, words.numel()):
+    for first, target in writer.buffers(0, words.numel()):
         # As words and not as fp32: whether a copy keeps every NaN is up to the processor.
         stop = first + target.numel()
         target_words = target.view(torch.int32)

@@ -30,7 +30,7 @@ def write(folder: Path, grid: Grid, values: Tensor, piece: int) -> list[int]:
         writer = ArrayWriter(files, folder, grid)
         for start in range(0, values.numel(), piece):
             part = values[start : start + piece]
-            for first, target in writer.rooms(start, part.numel()):
+            for first, target in writer.buffers(start, part.numel()):
                 target.copy_(part[first : first + target.numel()])
         files.flush()
     return list(writer.checksums.values())
