@@ -305,7 +305,7 @@ def test_plan_foretells_the_order_and_the_bytes_of_a_frozen_run(
     sizes = [(unit.layout.num_elements, unit.layout.num_trained) for unit in units]
     assert sum(plan.state_bytes.values()) == sum(2 * whole + 10 * trained for whole, trained in sizes)
     assert plan.num_trained < plan.num_parameters
-    assert plan.room.checkpoint_bytes == 4 * plan.num_parameters + 8 * plan.num_trained
+    assert plan.space.checkpoint_bytes == 4 * plan.num_parameters + 8 * plan.num_trained
     assert (
         plan.compute_seconds
         < make_plan(

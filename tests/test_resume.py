@@ -19,7 +19,7 @@ from small_commands import command, metrics, outcome, write_chats
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from warm_python import WarmPython
 
-from megatier.checkpoint.room import Room
+from megatier.checkpoint.drive_space import DriveSpace
 from megatier.checkpoint.run_directory import checkpoints, last_checkpoint
 from megatier.cli import main
 from megatier.engine.step import Engine
@@ -264,7 +264,7 @@ def test_resume_removes_half_a_checkpoint_before_it_asks_for_room(
 ) -> None:
     half = stopped / "checkpoints" / ".step-00000003.partial"
     half.mkdir()
-    monkeypatch.setattr(Room, "check", lambda *_: None if not half.exists() else pytest.fail("no room"))
+    monkeypatch.setattr(DriveSpace, "check", lambda *_: None if not half.exists() else pytest.fail("no room"))
     assert main(["resume", str(stopped)]) == 0
     assert not half.exists()
 

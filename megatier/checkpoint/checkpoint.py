@@ -94,7 +94,7 @@ def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
 
 
 def check_room(folder: Path, units: Sequence[Unit]) -> None:
-    """Refuse to begin a checkpoint without room for it; the module `room` checks the room for a whole run.
+    """Refuse to begin a checkpoint without room for it; `DriveSpace` checks the room for a whole run.
 
     Raises:
         CapacityError: there is less room.

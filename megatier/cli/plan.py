@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
         say(console, words)
 
     # Asked before anything is written, since it may refuse the directory of the run.
-    taken = planned.plan.room.described(loaded.output, here=here)
+    taken = planned.plan.space.described(loaded.output, here=here)
 
     document = _document(planned, loaded, world)
     _write_files(options, document, planned.plan)

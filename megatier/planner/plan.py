@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatier.checkpoint.room import Room
+from megatier.checkpoint.drive_space import DriveSpace
 from megatier.errors import PlanError
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.planner.changes import Change, find_helpful_changes, find_hidden_tokens
@@ -97,7 +97,7 @@ class Plan:
     """Seconds of a step's compute alone."""
     compile_seconds: tuple[float, float]
     """Seconds that compilation adds to the first step: with an empty cache, and with a full one."""
-    room: Room
+    space: DriveSpace
     """Bytes that one checkpoint and the export take in the run directory, over all ranks."""
     checkpoint_seconds: float | None
     """Seconds of writing a checkpoint to the first drive; None: no drive is known."""
@@ -171,8 +171,8 @@ class Plan:
             "alone_seconds": {lane: seconds for lane, seconds in made.alone_seconds.items() if seconds},
             "moved_bytes": dict(made.moved_bytes),
             "written_bytes_per_day": self.written_bytes_per_day,
-            "checkpoint_bytes": self.room.checkpoint_bytes,
-            "export_bytes": self.room.export_bytes,
+            "checkpoint_bytes": self.space.checkpoint_bytes,
+            "export_bytes": self.space.export_bytes,
             "checkpoint_seconds": self.checkpoint_seconds,
             "checkpoint_pause_seconds": self.checkpoint_pause_seconds,
             "savepoint_bytes": self.savepoint_bytes,
@@ -222,8 +222,8 @@ def make_plan(setup: Setup) -> Plan:
     drives = trial.rates.drives
 
     # All ranks write into one directory, so the room is that of all.
-    room = Room.of(config.output, setup.model, work.units, is_made=False)
-    shard_bytes = room.checkpoint_bytes // world.num_ranks
+    space = DriveSpace.of(config.output, setup.model, work.units, is_made=False)
+    shard_bytes = space.checkpoint_bytes // world.num_ranks
     spilled_bytes = placement.state_bytes.get(Tier.NVME, 0)
     written_s = checkpoint_seconds(shard_bytes, spilled_bytes, drives)
 
@@ -253,7 +253,7 @@ def make_plan(setup: Setup) -> Plan:
         seconds_range=trial.seconds_range(placement, made),
         compute_seconds=trial.compute_seconds,
         compile_seconds=compile_seconds(setup),
-        room=room,
+        space=space,
         checkpoint_seconds=written_s,
         checkpoint_pause_seconds=pause_seconds(written_s, made) if written_s is not None else None,
         savepoint_bytes=resident,

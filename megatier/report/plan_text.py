@@ -179,7 +179,7 @@ def _compiling(plan: Plan) -> Iterator[str]:
 
 def _saves(plan: Plan, taken: str) -> Iterator[str]:
     """Yield sentences about what the run saves, and the room that it takes."""
-    yield f"A checkpoint takes {mib(plan.room.checkpoint_bytes)}{_writing(plan)}."
+    yield f"A checkpoint takes {mib(plan.space.checkpoint_bytes)}{_writing(plan)}."
     if taken:
         yield taken
 

@@ -18,7 +18,7 @@ from megatier.checkpoint.checkpoint_clock import (
     format_about,
     unmeasured_seconds,
 )
-from megatier.checkpoint.room import Room
+from megatier.checkpoint.drive_space import DriveSpace
 from megatier.checkpoint.run_directory import SAVEPOINT_FOLDER
 from megatier.checkpoint.savepoint import check_savepoint_room
 from megatier.config.output_section import OutputConfig
@@ -35,7 +35,7 @@ class SavePlan:
 
     output: OutputConfig
     """The settings of what the run writes."""
-    room: Room
+    space: DriveSpace
     """The bytes that a checkpoint and the export take, and those that are free."""
     num_kept: int
     """Number of checkpoints that are kept; 0: none is written, unless the run is stopped or its export fails."""
@@ -58,15 +58,15 @@ class SavePlan:
             CapacityError: the drive has too little room for what the settings ask for, or for the export.
             UnsupportedModelError: the model cannot be exported.
         """
-        room = Room.of(output, session.model, session.whole_units)
+        space = DriveSpace.of(output, session.model, session.whole_units)
         all_ranks = session.all_ranks
 
         # All ranks write into one directory, so one of them looks at its drive, and all of them get its error.
-        num_kept = all_ranks.broadcast(lambda: _choose_num_kept(output, session, room, is_done=is_done))
+        num_kept = all_ranks.broadcast(lambda: _choose_num_kept(output, session, space, is_done=is_done))
         cost_s = estimate_cost(session, expected)
         return cls(
             output=output,
-            room=room,
+            space=space,
             num_kept=num_kept,
             cost_s=cost_s,
             is_done=is_done,
@@ -79,10 +79,10 @@ class SavePlan:
         # No setting asks for these checkpoints, so a full drive only leaves them out.
         if not self.num_kept:
             export = " and the export" if self.output.export else ""
-            needed = mib(self.room.needed_bytes(1))
-            free = mib(self.room.free_bytes)
+            needed = mib(self.space.needed_bytes(1))
+            free = mib(self.space.free_bytes)
             return (
-                f"No checkpoint is written: {self.room.directory} has {free} free, and two of them{export} take "
+                f"No checkpoint is written: {self.space.directory} has {free} free, and two of them{export} take "
                 f"{needed}. A kill loses everything that is trained from here on. Name an output.directory with more "
                 "room."
             )
@@ -92,7 +92,7 @@ class SavePlan:
         every = format_about(every_seconds(self.cost_s))
         best = ", and that of the lowest held-out loss" if self.output.load_best_model_at_end else ""
         return (
-            f"A checkpoint ({mib(self.room.checkpoint_bytes)}) is written after about {first}, then about every "
+            f"A checkpoint ({mib(self.space.checkpoint_bytes)}) is written after about {first}, then about every "
             f"{every}, for {SHARE * 100:.0f} % of the run's time at most. {last} kept{best}. "
             "output.checkpoint_every: 0 turns this off."
         )
@@ -122,14 +122,14 @@ def estimate_cost(session: Session, expected: Forecast | None) -> float:
     return written_s if expected is None else pause_seconds(written_s, expected)
 
 
-def _choose_num_kept(output: OutputConfig, session: Session, room: Room, *, is_done: bool) -> int:
+def _choose_num_kept(output: OutputConfig, session: Session, space: DriveSpace, *, is_done: bool) -> int:
     """Return how many checkpoints are kept, once it is clear that the drive has room for what the settings ask for."""
     # Only the export is left, so there has to be room for nothing else.
     if is_done:
-        room.check(0)
+        space.check(0)
         return output.keep_checkpoints
 
-    num_kept = room.num_kept(output)
+    num_kept = space.num_kept(output)
 
     # A setting asks for savepoints, so they are not left out for want of room.
     if output.savepoint_every:

@@ -75,7 +75,7 @@ class Saves:
         self._watchdog = watchdog
         self._record = record
         self._origin = origin
-        self._room = plan.room
+        self._space = plan.space
         self._clock = plan.start_clock()
 
         # Even if the plan keeps no checkpoint, one is written when the run is stopped or its export fails.
@@ -209,9 +209,9 @@ class Saves:
         assert self._clock is not None
         self.finish_checkpoint(say)
         self._clock.note_begin()
-        if not self._all_ranks.broadcast(lambda: self._room.takes_another(self._num_kept)):
-            free = mib(self._room.free_bytes)
-            size = mib(self._room.checkpoint_bytes)
+        if not self._all_ranks.broadcast(lambda: self._space.takes_another(self._num_kept)):
+            free = mib(self._space.free_bytes)
+            size = mib(self._space.checkpoint_bytes)
             say(f"step {step}: no checkpoint: {self._folder} takes {size} and has {free} free; tried again later")
             return
 
@@ -416,7 +416,7 @@ class Saves:
 
     def _make_room(self) -> None:
         """Remove all checkpoints but the last and the best one, if there is no room for another one."""
-        if not self._room.has_room_for_checkpoint:
+        if not self._space.has_room_for_checkpoint:
             prune(self._folder, 1, self.best_step)
 
     def _find_last(self, folder: Path) -> Path | None:

@@ -237,7 +237,7 @@ def test_plan_that_spills_names_the_disk_and_what_would_help() -> None:
     assert plan.written_bytes_per_step > 0
     assert plan.hidden_at is not None
     assert plan.hidden_at > plan.tokens
-    assert plan.room.checkpoint_bytes == 12 * plan.num_parameters
+    assert plan.space.checkpoint_bytes == 12 * plan.num_parameters
     assert plan.changes[0].gain >= plan.changes[-1].gain
     wanted = {"one more drive", "a quarter more RAM", "updates in the backward (tiers.generations 2)"}
     assert wanted <= {change.what for change in plan.changes}
@@ -252,9 +252,9 @@ def test_plan_says_what_more_tokens_would_do_at_once_or_in_more_groups() -> None
 
 def test_plan_counts_the_room_of_checkpoints_and_of_the_export() -> None:
     plan = llama()
-    assert plan.room.export_bytes == 2 * plan.num_parameters
-    assert plan.as_dict()["export_bytes"] == plan.room.export_bytes
-    assert plan.room.needed_bytes(2) == 3 * plan.room.checkpoint_bytes
+    assert plan.space.export_bytes == 2 * plan.num_parameters
+    assert plan.as_dict()["export_bytes"] == plan.space.export_bytes
+    assert plan.space.needed_bytes(2) == 3 * plan.space.checkpoint_bytes
 
 
 def test_plan_that_spills_says_what_each_number_of_generations_takes() -> None:
@@ -265,7 +265,7 @@ def test_plan_that_spills_says_what_each_number_of_generations_takes() -> None:
     assert 2 * both == 3 * speculative
     assert speculative >= saved  # RAM takes fewer other kinds beside two weight planes
     resident = plan.placement.state_bytes[Tier.GPU] + plan.placement.state_bytes[Tier.RAM]
-    assert plan.savepoint_bytes == resident < plan.room.checkpoint_bytes
+    assert plan.savepoint_bytes == resident < plan.space.checkpoint_bytes
     assert plan.savepoint_seconds == checkpoint_seconds(resident, 0, SLOW.drives)
 
 

@@ -20,7 +20,7 @@ from small_commands import after_step, command, metrics, outcome
 from megatier.checkpoint import chunkfile
 from megatier.checkpoint.checkpoint_clock import CheckpointClock
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
-from megatier.checkpoint.room import Room
+from megatier.checkpoint.drive_space import DriveSpace
 from megatier.cli import main
 from megatier.config.output_section import OutputConfig
 from megatier.errors import ConfigError, StallError
@@ -245,8 +245,8 @@ def test_best_checkpoint_begins_when_the_cost_of_the_one_on_its_way_is_noted(
 
 
 def test_promise_of_a_dear_checkpoint_waits_for_longer(tmp_path: Path) -> None:
-    room = Room(tmp_path, 96 << 30, 16 << 30)
-    found = SavePlan(output=OutputConfig(), room=room, num_kept=2, cost_s=90.0, is_done=False).describe_clock()
+    space = DriveSpace(tmp_path, 96 << 30, 16 << 30)
+    found = SavePlan(output=OutputConfig(), space=space, num_kept=2, cost_s=90.0, is_done=False).describe_clock()
     assert found is not None
     assert found.startswith("A checkpoint (96.0 GiB) is written after about 75 minutes, then about every 75 minutes,")
 

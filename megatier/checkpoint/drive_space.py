@@ -20,8 +20,8 @@ from megatier.errors import CapacityError, mib
 from megatier.models.decoder import Unit
 from megatier.setup.workload import COMPUTE_DTYPES
 
-ROOM_REMEDY = "Free space there, or name another output.directory."
-CHECKPOINT_ROOM_REMEDY = "Free space there, set a smaller output.keep_checkpoints, or name another output.directory."
+SPACE_REMEDY = "Free space there, or name another output.directory."
+CHECKPOINT_SPACE_REMEDY = "Free space there, set a smaller output.keep_checkpoints, or name another output.directory."
 
 
 def num_wanted(output: OutputConfig) -> int:
@@ -31,7 +31,7 @@ def num_wanted(output: OutputConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DriveSpace:
     """The bytes that a run writes to its directory."""
 
     directory: Path
@@ -46,7 +46,9 @@ class Room:
     """Whether the checkpoint of the lowest held-out loss is kept besides the last ones."""
 
     @classmethod
-    def of(cls, output: OutputConfig, model: PreTrainedModel, units: tuple[Unit, ...], *, is_made: bool = True) -> Room:
+    def of(
+        cls, output: OutputConfig, model: PreTrainedModel, units: tuple[Unit, ...], *, is_made: bool = True
+    ) -> DriveSpace:
         """Return the room that a run needs.
 
         Args:
@@ -154,12 +156,12 @@ class Room:
 
         # The export first: if it alone does not fit, fewer checkpoints would be no remedy.
         if self.export_bytes > free:
-            raise CapacityError(f"the export in {self.directory}", self.export_bytes, free, ROOM_REMEDY)
+            raise CapacityError(f"the export in {self.directory}", self.export_bytes, free, SPACE_REMEDY)
         if needed > free:
             what = f"{num_kept + self.keeps_best + 1} checkpoints in {self.directory / CHECKPOINT_FOLDER}"
             if self.export_bytes > self.checkpoint_bytes:
                 what = f"{num_kept + self.keeps_best} checkpoints and the export in {self.directory}"
-            raise CapacityError(what, needed, free, CHECKPOINT_ROOM_REMEDY)
+            raise CapacityError(what, needed, free, CHECKPOINT_SPACE_REMEDY)
 
     def num_that_fit(self, num_kept: int) -> int:
         """Return how many of so many checkpoints the drive takes, with one more on its way, and the export."""

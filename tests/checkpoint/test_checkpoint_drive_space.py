@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 
-from megatier.checkpoint.room import Room
+from megatier.checkpoint.drive_space import DriveSpace
 from megatier.config.output_section import OutputConfig
 from megatier.errors import CapacityError, TransferError
 
 SIZE, EXPORT = 1200, 200
 
 
-def room(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, present: int = 0, export: int = EXPORT) -> Room:
+def make_space(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, present: int = 0, export: int = EXPORT
+) -> DriveSpace:
     for step in range(1, present + 1):
         (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     usage = shutil.disk_usage(folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
-    return Room(folder, SIZE, export)
+    return DriveSpace(folder, SIZE, export)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +42,12 @@ def room(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, present: int 
 def test_needed_bytes_are_those_of_the_fullest_moment(
     num_kept: int, present: int, export: int, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = room(tmp_path, monkeypatch, needed, present, export)
+    found = make_space(tmp_path, monkeypatch, needed, present, export)
     assert found.needed_bytes(num_kept) == needed
     found.check(num_kept)
     if needed:
         with pytest.raises(CapacityError, match="Free space there"):
-            room(tmp_path, monkeypatch, needed - 1, 0, export).check(num_kept)
+            make_space(tmp_path, monkeypatch, needed - 1, 0, export).check(num_kept)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +65,12 @@ def test_check_says_what_does_not_fit(
     free: int, num_kept: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CapacityError, match=words):
-        room(tmp_path, monkeypatch, free).check(num_kept)
+        make_space(tmp_path, monkeypatch, free).check(num_kept)
 
 
 @pytest.mark.parametrize(("free", "count"), [(3 * SIZE, 2), (3 * SIZE - 1, 1), (2 * SIZE, 1), (2 * SIZE - 1, 0)])
 def test_as_many_are_kept_as_fit(free: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert room(tmp_path, monkeypatch, free).num_that_fit(2) == count
+    assert make_space(tmp_path, monkeypatch, free).num_that_fit(2) == count
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_as_many_are_kept_as_fit(free: int, count: int, tmp_path: Path, monkeypa
 def test_another_is_taken_if_the_export_still_fits(
     free: int, present: int, takes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert room(tmp_path, monkeypatch, free, present).takes_another(2) == takes
+    assert make_space(tmp_path, monkeypatch, free, present).takes_another(2) == takes
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_another_is_taken_if_the_export_still_fits(
 def test_run_that_keeps_its_best_checkpoint_needs_room_for_one_more(
     free: int, settings: dict[str, Any], kept: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = replace(room(tmp_path, monkeypatch, free), keeps_best=True)
+    found = replace(make_space(tmp_path, monkeypatch, free), keeps_best=True)
     output = OutputConfig(load_best_model_at_end=True, **settings)
     if kept is not None:
         assert found.num_kept(output) == kept
@@ -123,7 +125,7 @@ def test_run_that_keeps_its_best_checkpoint_needs_room_for_one_more(
 def test_run_keeps_what_it_is_told_to_or_what_fits(
     free: int, settings: dict[str, Any], kept: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = room(tmp_path, monkeypatch, free)
+    found = make_space(tmp_path, monkeypatch, free)
     if kept is not None:
         assert found.num_kept(OutputConfig(**settings)) == kept
         return
@@ -145,21 +147,21 @@ def test_run_keeps_what_it_is_told_to_or_what_fits(
 def test_room_is_described(
     free: int, settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert words in room(tmp_path, monkeypatch, free).described(OutputConfig(**settings), here=True)
+    assert words in make_space(tmp_path, monkeypatch, free).described(OutputConfig(**settings), here=True)
 
 
 def test_room_of_a_run_on_another_machine_is_not_asked_for(tmp_path: Path) -> None:
-    said = Room(tmp_path / "gone", 1 << 62, 0).described(OutputConfig(keep_checkpoints=1), here=False)
+    said = DriveSpace(tmp_path / "gone", 1 << 62, 0).described(OutputConfig(keep_checkpoints=1), here=False)
     assert said.endswith(": 1 checkpoint, then one more.")
-    assert Room(tmp_path / "gone", SIZE, 0).described(OutputConfig(checkpoint_every=0), here=True) == ""
+    assert DriveSpace(tmp_path / "gone", SIZE, 0).described(OutputConfig(checkpoint_every=0), here=True) == ""
 
 
 def test_room_of_a_directory_that_is_not_made_yet_is_that_of_its_drive(tmp_path: Path) -> None:
-    found = Room(tmp_path / "not" / "there", SIZE, EXPORT, is_made=False)
+    found = DriveSpace(tmp_path / "not" / "there", SIZE, EXPORT, is_made=False)
     found.check(2)
     assert found.free_bytes > 0
 
 
 def test_drive_that_is_gone_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(TransferError, match="asking for room failed"):
-        Room(tmp_path / "gone", SIZE, EXPORT).check(2)
+        DriveSpace(tmp_path / "gone", SIZE, EXPORT).check(2)
