@@ -104,19 +104,19 @@ class BoundModule:
         self._keeps_views = False
         """Whether a forward has left a view of a weight in an attribute."""
         # A tied weight may have several bindings in a module, but it has one slice.
-        self._slices = {tensor.name: tensor for _, _, tensor in bindings}
+        self._tensors_by_name = {tensor.name: tensor for _, _, tensor in bindings}
         self._lent = {tensor.name: (parameters, leaf) for parameters, leaf, tensor in lent}
         """For each weight that is lent to the module, one of its places, by its name."""
-        self.is_trained = {name: stage.gradients.is_trained(unit, name) for name in self._slices}
+        self.requires_grad_by_name = {name: stage.gradients.is_trained(unit, name) for name in self._tensors_by_name}
         """Whether each parameter is trained, by its name, in the order of `leaves`."""
-        self.names = list(self._slices)
+        self.names = list(self._tensors_by_name)
         """The names of the parameters, in the order of `leaves`."""
-        self.trained = [name for name in self.names if self.is_trained[name]]
+        self.trained = [name for name in self.names if self.requires_grad_by_name[name]]
         """The names of the trained parameters, in the order of `leaves`. If there are none, a backward only has
         gradients of inputs."""
         self.dtype = stage.dtypes[unit]
         """The dtype of the compute copy of its weights."""
-        self.carriers = frozenset(tensor.name for tensor in self._slices.values() if tensor.stands_for != 1)
+        self.carriers = frozenset(tensor.name for tensor in self._tensors_by_name.values() if tensor.stands_for != 1)
         """The names of the parameters whose elements carry codes and scales of a quantised matrix."""
         self._leaves: dict[int, list[Tensor]] = {}
         """Views of the weights, by the address of the slot."""
@@ -150,8 +150,10 @@ class BoundModule:
             plane = weights.data.view(self.dtype)
             name = self.module_name
             self._leaves[key] = [
-                note_owner(plane[t.start : t.stop].view(t.shape).data, name).requires_grad_(self.is_trained[t.name])
-                for t in self._slices.values()
+                note_owner(plane[t.start : t.stop].view(t.shape).data, name).requires_grad_(
+                    self.requires_grad_by_name[t.name]
+                )
+                for t in self._tensors_by_name.values()
             ]
 
         return self._leaves[key]
@@ -174,7 +176,7 @@ class BoundModule:
         # The host cannot read a checksum while a CUDA graph is captured.
         is_captured = self.stage.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         by_bits = (self.is_new or self.is_written) and not is_captured
-        unchanged = Unchanged([*self._slices, *self._lent], weights, by_bits=by_bits)
+        unchanged = Unchanged([*self._tensors_by_name, *self._lent], weights, by_bits=by_bits)
 
         images: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._has_images:
@@ -233,7 +235,7 @@ class BoundModule:
     @contextlib.contextmanager
     def _bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """Make these tensors the module's parameters inside."""
-        by_name = dict(zip((*self._slices, *self._lent), weights, strict=True))
+        by_name = dict(zip((*self._tensors_by_name, *self._lent), weights, strict=True))
         inside = [by_name[tensor.name] for _, _, tensor in self._places]
 
         # Checked before and after: a parameter that somebody else has put here would be lost.

@@ -41,7 +41,7 @@ class LentWeights(torch.autograd.Function):
         # The weights are not loaded again, since the code that was lent the copies needs no others.
         if purpose.trains:
             parts = zip(node.names, grads, strict=True)
-            gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])
+            gradients.add(node.unit, [(name, grad) for name, grad in parts if node.requires_grad_by_name[name]])
             gradients.end_use(node.unit)
         elif not purpose.retains_graph:
             gradients.cancel_use(node.unit, 1)

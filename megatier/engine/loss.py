@@ -254,7 +254,7 @@ class FusedLoss:
         weights = self._weights(use.bytes, hidden.dtype)
         if grads is not None:
             for leaf, weight in weights.items():
-                if self.head.is_trained[self.names[leaf]]:
+                if self.head.requires_grad_by_name[self.names[leaf]]:
                     grads.begin(leaf, weight)
 
         loss = hidden.new_zeros((), dtype=torch.float32)

@@ -103,7 +103,7 @@ def test_node_interrupted_while_weights_are_bound_has_its_parameters_again() -> 
 
     node._places = [(InterruptedOnce(owner), name, tensor) for owner, name, tensor in node._places]
     before = [owner[name] for owner, name, _ in node._places]
-    slots = [torch.zeros(1)] * (len(node._slices) + len(node._lent))
+    slots = [torch.zeros(1)] * (len(node._tensors_by_name) + len(node._lent))
     with pytest.raises(KeyboardInterrupt), node._bound(slots):
         pass
     assert all(owner[name] is one for (owner, name, _), one in zip(node._places, before, strict=True))
