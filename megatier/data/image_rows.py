@@ -199,7 +199,7 @@ class RowRange:
         packs = []
         with self._reading() as file:
             for number in numbers:
-                # Opened for this call alone: the thread that reads ahead and its caller may both read rows.
+                # Opened for this call alone, so that two threads that read rows share no position in the file.
                 start, stop = self._starts[number : number + 2].tolist()
                 file.seek(start)
                 packs.append(tuple(map(ImageRow.of, json.loads(file.read(stop - start)))))
