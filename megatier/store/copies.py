@@ -13,7 +13,7 @@ Transfers end at any moment, without the lock. Three rules keep bytes safe:
 1. A slot may be freed while moves still touch it. The slot notes them (`Slot.pending`), and the next move into it waits
    for them.
 2. State that is being written home is an exception. The write may fail, and then the slot has the only good bytes. So
-   the copy is *leaving*: it keeps its slot until the write has succeeded.
+   the copy is *evicted* but not dropped: it keeps its slot until the write has succeeded.
 3. No two copies of a block in one tier overlap. Because a copy keeps its slot while it is written to NVMe, no bytes are
    read from NVMe into a second slot before the newest ones are there.
 """
@@ -115,10 +115,10 @@ class Copies:
         # Waits release the lock, so each round looks anew. Another thread may have placed these bytes or taken the
         # slot.
         while True:
-            # A leaving copy is usable if its write failed, because it has the only good bytes. Then it stays.
+            # An evicted copy is usable if its write failed, because it has the only good bytes. Then it stays.
             for copy in block.on(tier):
                 if copy.holds(span) and copy.is_usable():
-                    copy.is_leaving = False
+                    copy.is_evicted = False
                     return copy
 
             # Copies of a block in one tier never overlap, so a copy with a part of these bytes has to go first.
@@ -144,7 +144,7 @@ class Copies:
         """Evict a copy that is in the way, or wait for a move that keeps it. The caller then looks anew."""
         self.evict(copy)
 
-        if not copy.is_leaving:
+        if not copy.is_evicted:
             return
 
         # If the move fails, the copy is usable again, and if it succeeds, the next round evicts the copy. The caller
@@ -253,7 +253,7 @@ class Copies:
                 transfer.wait()
 
         if writes:  # they use the slot and the extent until they end
-            copy.is_leaving = True
+            copy.is_evicted = True
         else:
             self._give(copy)
 

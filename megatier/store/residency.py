@@ -32,7 +32,7 @@ dirty           | unwritten[span]: None             | The bytes are in no other 
 being written   | unwritten[span]: a transfer that  | The bytes may be read and leased. If they change, they are dirty
                 | has not ended                     | again, and the transfer goes on as one of the `users`. `settle`
                 |                                   | makes it clean once the transfer ended well. If the copy is
-                |                                   | evicted meanwhile, it is leaving if the transfer is one of
+                |                                   | evicted meanwhile, it keeps its slot if the transfer is one of
                 |                                   | `writes`; else it gives its slot back at once.
 not written     | unwritten[span]: a transfer that  | It counts as dirty, except that evicting it raises the error of
                 | failed                            | the transfer. It may be written back again.
@@ -40,9 +40,9 @@ superseded      | the span was cut from `fills`     | Newer bytes are in another
 
 Three more fields concern the copy as a whole:
 
-- `slot` is None for the copy at home. It is never evicted, so it is never leaving.
+- `slot` is None for the copy at home. It is never evicted.
 - `num_leases` above 0: nobody evicts the copy or takes its slot.
-- `is_leaving`: the copy was evicted while state was being written from it. It keeps its slot until `writes` is empty.
+- `is_evicted`: the copy was evicted while state was being written from it. It keeps its slot until `writes` is empty.
   Then the next look for a slot, or `TieredStore.settle`, evicts it for good. Meanwhile nobody gets the copy: whoever
   wants its bytes waits. If a write fails, the copy is the only place that has the bytes, so it is usable again.
 
@@ -140,7 +140,7 @@ class Copy:
     """The number of leases, with one for the store itself while it waits and needs the copy."""
     is_ahead: bool = False
     """Whether the copy was prefetched and not leased yet, so that its slot is the last to be taken."""
-    is_leaving: bool = False
+    is_evicted: bool = False
     """Whether the copy was evicted, so that its slot is free once the bytes are home."""
 
     def holds(self, span: Span) -> bool:
@@ -225,11 +225,11 @@ class Copy:
         self.users = []
         self.num_leases = 0
         self.is_ahead = False
-        self.is_leaving = False
+        self.is_evicted = False
 
     def is_usable(self) -> bool:
         """Return whether the copy may be used: it was not evicted, or its write-back failed."""
-        return not self.is_leaving or self.unsafe(self.span)
+        return not self.is_evicted or self.unsafe(self.span)
 
     def unsafe(self, span: Span) -> bool:
         """Return whether bytes of the span are nowhere else, and not being written home."""
@@ -248,7 +248,7 @@ class Block:
     extent: Extent | None = None
     """Its place on NVMe, if it is at home there; else None."""
     copies: list[Copy] = field(default_factory=list)
-    """Its copies in gpu and ram, including those that are leaving."""
+    """Its copies in gpu and ram, including those that are evicted but not home yet."""
     reads: list[Transfer] = field(default_factory=list)
     """Moves from NVMe to the GPU past RAM that may not have ended. A write of the extent waits for them."""
     outside: dict[Span, Transfer | None] = field(default_factory=dict)

@@ -327,7 +327,7 @@ class TieredStore(ClosedWhenDropped):
         with self._copies.lock, self.consistency.call:
             for copy in list(block.copies):
                 copy.settle()
-                if copy.is_leaving:
+                if copy.is_evicted:
                     self._copies.evict(copy)
 
     def push(self, key: str, tensor: torch.Tensor, start: int = 0) -> Transfer:

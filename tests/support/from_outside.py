@@ -78,7 +78,7 @@ def check_invariants(store: TieredStore) -> None:
             assert not set(taken) & set(pool._free)
         for copy in copies:
             assert copy.num_leases >= 0
-            assert not (copy.num_leases and copy.is_leaving)
+            assert not (copy.num_leases and copy.is_evicted)
             assert copy.slot is None or copy.span[1] - copy.span[0] <= copy.slot.num_bytes
             for marks in (copy.fills, copy.unwritten):
                 assert all(copy.holds(span) for span in marks)
