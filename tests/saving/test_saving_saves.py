@@ -17,6 +17,7 @@ import pytest
 from crossed import crossed, some
 from small_commands import after_step, command, metrics, outcome
 
+from megatier.adapters import adapter_folder
 from megatier.checkpoint import chunkfile
 from megatier.checkpoint.checkpoint_clock import CheckpointClock
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
@@ -29,7 +30,7 @@ from megatier.play.player import Player
 from megatier.ranks.channel import SingleRank
 from megatier.report import metrics as report_metrics
 from megatier.report.metrics import MetricsLog
-from megatier.saving import model_folder, save_plan, saves
+from megatier.saving import save_plan, saves
 from megatier.saving.save_plan import SavePlan
 
 SIX: dict[str, Any] = {"train.steps": 6}
@@ -343,7 +344,7 @@ def test_run_whose_export_fails_without_room_lets_an_older_checkpoint_go_first(
     tmp_path: Path, whole: dict[str, Any]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, failing_export():
-        real, usage, folder = model_folder.export_trained, shutil.disk_usage(tmp_path), tmp_path / "run" / "checkpoints"
+        real, usage, folder = adapter_folder.export_trained, shutil.disk_usage(tmp_path), tmp_path / "run" / "checkpoints"
 
         def room(_: Path) -> Any:
             """It comes with the checkpoint that goes."""
@@ -353,7 +354,7 @@ def test_run_whose_export_fails_without_room_lets_an_older_checkpoint_go_first(
             patch.setattr(shutil, "disk_usage", room)
             real(*args)
 
-        patch.setattr(model_folder, "export_trained", fill)
+        patch.setattr("megatier.saving.model_folder.export_trained", fill)
         assert main(command(tmp_path, SIX)) == 2
     assert saved_steps(tmp_path) == [4, 6]
     assert main(["resume", str(tmp_path / "run")]) == 0
