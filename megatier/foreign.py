@@ -257,7 +257,7 @@ def reason_of(error: BaseException) -> str:
     if missing:
         packages = " ".join(dict.fromkeys(missing))
         needed_by = text.split()[0]
-        return shown(f"{needed_by} needs packages that are not installed: pip install {packages}")
+        return printable(f"{needed_by} needs packages that are not installed: pip install {packages}")
 
     sentence = []
     for line in text.strip().splitlines():
@@ -268,7 +268,7 @@ def reason_of(error: BaseException) -> str:
             break
 
     reason = " ".join(sentence) or type(error).__name__
-    return shown(reason).rstrip(".")
+    return printable(reason).rstrip(".")
 
 
 def first_sentence(error: BaseException) -> str:
@@ -276,7 +276,7 @@ def first_sentence(error: BaseException) -> str:
     return reason_of(error).partition(". ")[0].rstrip(".")
 
 
-def shown(text: str, max_characters: int = REASON_CHARACTERS_MAX) -> str:
+def printable(text: str, max_characters: int = REASON_CHARACTERS_MAX) -> str:
     """Return untrusted text for a message: cut if it is long, and with unprintable characters escaped."""
     # Escape sequences would control the terminal.
     cut = text if len(text) <= max_characters else f"{text[:max_characters]}..."
@@ -289,7 +289,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(entries) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"a key comes twice: {shown(twice)}")
+        raise ValueError(f"a key comes twice: {printable(twice)}")
     return entries
 
 

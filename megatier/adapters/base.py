@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from megatier.adapters.stored_adapters import noted_base, read_config
 from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError, UnsupportedModelError
-from megatier.foreign import opened, shown
+from megatier.foreign import opened, printable
 from megatier.models.safetensors_format import StoredTensor
 from megatier.models.weight_files import read_headers
 
@@ -110,8 +110,8 @@ def check_base(adapter: Path, folder: Path, identity: Mapping[str, str], base: s
     are_on_hub = ON_HUB.fullmatch(named) and ON_HUB.fullmatch(base)
     if are_on_hub and named != base:
         raise ConfigError(
-            f"model.lora.adapter: {adapter} is for {shown(named)}, and model.path is {base}. Set model.path to it, or "
-            f"write {base} into its {ADAPTER_FILE} if both are the same."
+            f"model.lora.adapter: {adapter} is for {printable(named)}, and model.path is {base}. Set model.path to it, "
+            f"or write {base} into its {ADAPTER_FILE} if both are the same."
         )
     if not before:
         _check_named(adapter, Path(named).expanduser(), folder, identity)
@@ -140,13 +140,13 @@ def _check_named(adapter: Path, named: Path, folder: Path, identity: Mapping[str
             return
         if _contents_of(named) == _contents_of(folder):
             raise ConfigError(
-                f"model.lora.adapter: {adapter} is for {shown(str(named))}, whose weights are others than those of "
+                f"model.lora.adapter: {adapter} is for {printable(str(named))}, whose weights are others than those of "
                 f"{folder}. Set model.path to its own base."
             )
 
         # A quantised copy, or one in another dtype, may be the same model.
         warnings.warn(
-            f"the adapter {adapter} is for {shown(str(named))}, which stores its weights in other numbers than "
+            f"the adapter {adapter} is for {printable(str(named))}, which stores its weights in other numbers than "
             f"{folder} does. So they cannot be compared; whether both are the same model nobody can tell.",
             stacklevel=2,
         )
@@ -159,7 +159,7 @@ def _check_named(adapter: Path, named: Path, folder: Path, identity: Mapping[str
         names.update(part.split("--"))
     if named.name not in names:
         warnings.warn(
-            f"the adapter {adapter} names {shown(str(named))} as its base, which is not here to be compared with "
+            f"the adapter {adapter} names {printable(str(named))} as its base, which is not here to be compared with "
             f"{folder}. Their shapes fit; whether it is the same model nobody can tell.",
             stacklevel=2,
         )

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from megatier.adapters.lora import ADAPTER, check_made, inject, stored_names
 from megatier.adapters.stored_adapters import checked_settings
 from megatier.errors import ConfigError, UnsupportedModelError
-from megatier.foreign import shown
+from megatier.foreign import printable
 from megatier.models.decoder import decoder_layers, is_adapter, tied_modules
 from megatier.models.model_class import is_classifier
 
@@ -48,8 +48,8 @@ def unwrap_peft(model: nn.Module) -> tuple[nn.Module, Any | None]:
     # An adapter's name is a part of its parameters' names, by which they are recognised here.
     if list(configs) != [ADAPTER]:
         raise UnsupportedModelError(
-            f"the model has adapters with the names {shown(', '.join(map(str, configs)))}; only one is streamed, with "
-            f"the name {ADAPTER!r}."
+            f"the model has adapters with the names {printable(', '.join(map(str, configs)))}; only one is streamed, "
+            f"with the name {ADAPTER!r}."
         )
 
     # A merged base already contains what the adapters would add again.
@@ -83,8 +83,8 @@ def add_given(model: PreTrainedModel, config: Any, base: str) -> None:  # noqa: 
     # Other initialisations depend on the weights of the base, which PEFT does not find in a skeleton.
     if given.get("init_lora_weights") not in (None, True):
         raise ConfigError(
-            f"peft_config sets init_lora_weights to {shown(repr(given['init_lora_weights']))}; new adapters begin with "
-            "PEFT's default values. Leave it out, or give a PeftModel."
+            f"peft_config sets init_lora_weights to {printable(repr(given['init_lora_weights']))}; new adapters begin "
+            "with PEFT's default values. Leave it out, or give a PeftModel."
         )
     if given.get("inference_mode"):
         raise ConfigError("peft_config sets inference_mode, by which PEFT trains no adapter: leave it out.")
@@ -142,8 +142,8 @@ def _of_classifier(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str
     task = _text_of(given.get("task_type"))
     if task not in (None, *CLASSIFYING):
         raise ConfigError(
-            f"peft_config has the task_type {shown(str(task))}, and {type(model).__name__} is a classifier. Set it to "
-            f"{' or '.join(CLASSIFYING)}."
+            f"peft_config has the task_type {printable(str(task))}, and {type(model).__name__} is a classifier. Set it "
+            f"to {' or '.join(CLASSIFYING)}."
         )
 
     # PEFT adds these names only in its `PeftModelForSequenceClassification`, which is not used here.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from megatier.adapters.first_weights import base_name
 from megatier.config.schema import TiersConfig
 from megatier.drives.extent import FilePart
-from megatier.foreign import shown
+from megatier.foreign import printable
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.safetensors_format import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, StoredTensor
@@ -149,12 +149,12 @@ def _parts(unit: Unit, base: BaseTensors) -> tuple[FilePart, ...] | str:
             stored = base.stored[run.name]
             if SAFETENSORS_DTYPES.get(stored.dtype) is not dtype:
                 wanted = SAFETENSORS_NAMES[dtype]
-                return f"{shown(stored.name)} is {shown(stored.dtype)} in its file and {wanted} in the run"
+                return f"{printable(stored.name)} is {printable(stored.dtype)} in its file and {wanted} in the run"
 
             # Whole pages are read around each run, so many short runs would read far more than needed.
             num_bytes = run.num_elements * dtype.itemsize
             if len(runs) > 1 and num_bytes < RUN_BYTES_MIN:
-                return f"{shown(tensor.name)} is put together from short pieces of its file"
+                return f"{printable(tensor.name)} is put together from short pieces of its file"
 
             part = FilePart(
                 path=stored.path,
@@ -172,8 +172,8 @@ def _runs(tensor: TensorSlice, base: BaseTensors) -> tuple[TensorRun, ...] | str
     """Return the runs of stored elements that form a tensor, or why they cannot be read in place."""
     assembly = base.assemblies.get(base_name(tensor.name))
     if assembly is None:
-        return f"{shown(tensor.name)} is stored under another name"
+        return f"{printable(tensor.name)} is stored under another name"
     _, runs = runs_holding(assembly, *tensor.elements)
     if any(run.num_columns for run in runs):
-        return f"{shown(tensor.name)} is stored transposed"
+        return f"{printable(tensor.name)} is stored transposed"
     return runs

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.compute.quantised_linear import CODES, Fp8, Nf4, QuantisedLinear, Scheme, StoredPart, decode
 from megatier.errors import UnsupportedModelError
-from megatier.foreign import SETTINGS_BYTES_MAX, parse_json, shown
+from megatier.foreign import SETTINGS_BYTES_MAX, parse_json, printable
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.dtypes import names_in_fp32
@@ -210,11 +210,11 @@ def find_matrices(
         in_nf4 = [tensor for tensor in weights if f"{tensor.name}{IN_NF4}" in stored]
         matrices = {tensor.name: _nf4(tensor, stored) for tensor in in_nf4}
     else:
-        raise UnsupportedModelError(f"{folder}: its weights are quantised by {shown(str(method))}. {_REMEDY}")
+        raise UnsupportedModelError(f"{folder}: its weights are quantised by {printable(str(method))}. {_REMEDY}")
 
     if not matrices:
         raise UnsupportedModelError(
-            f"{folder}: its config says {shown(str(method))}, but no tensor is FP8 or NF4. {_REMEDY}"
+            f"{folder}: its config says {printable(str(method))}, but no tensor is FP8 or NF4. {_REMEDY}"
         )
     return matrices
 
@@ -260,7 +260,7 @@ def _checked_groups(folder: Path, settings: Mapping[str, Any]) -> tuple[int, int
         is_symmetric = weights.get("symmetric") is not False
         if (kind, bits) != ("float", 8) or not is_symmetric:
             what = f"{kind} of {bits} bits, {settings.get('format')}"
-            raise UnsupportedModelError(f"{folder}: its weights are quantised as {shown(what)}. {_REMEDY}")
+            raise UnsupportedModelError(f"{folder}: its weights are quantised as {printable(what)}. {_REMEDY}")
 
         # Groups are runs within a row, so blocks of one row.
         structure = _pair(weights.get("block_structure"))
@@ -287,7 +287,7 @@ def _fp8(tensor: StoredTensor, stored: Mapping[str, StoredTensor], block: tuple[
     shape = tensor.shape
     is_matrix = len(shape) == 2 and math.prod(shape) > 0
     if not is_matrix or scale.dtype not in STORED_SCALES:
-        raise _refused(tensor, f"is FP8 and has the shape {shape}, and scales of {shown(scale.dtype)}")
+        raise _refused(tensor, f"is FP8 and has the shape {shape}, and scales of {printable(scale.dtype)}")
 
     # One number is a scale of the whole matrix, and a column has one for each row, whatever the config says of blocks.
     rows, columns = shape
@@ -346,7 +346,7 @@ def _nf4_settings(stored: StoredTensor) -> tuple[Nf4, float]:
         raise _refused(stored, "is too large for settings")
 
     raw = bytes(_read(stored, 0, stored.num_bytes).numpy())
-    settings = parse_json(raw, f"{stored.path}: tensor {shown(stored.name)}", UnsupportedModelError)
+    settings = parse_json(raw, f"{stored.path}: tensor {printable(stored.name)}", UnsupportedModelError)
     match settings:
         case {"quant_type": "nf4", "shape": [int(rows), int(columns)], "blocksize": int(block)} if (
             # A byte holds two codes.
@@ -380,7 +380,7 @@ def _pair(value: object) -> tuple[int, int] | None:
 
 def _refused(tensor: StoredTensor, what: str) -> UnsupportedModelError:
     """Return the error about a stored tensor."""
-    return UnsupportedModelError(f"{tensor.path}: tensor {shown(tensor.name)} {what}. {_REMEDY}")
+    return UnsupportedModelError(f"{tensor.path}: tensor {printable(tensor.name)} {what}. {_REMEDY}")
 
 
 def _read(stored: StoredTensor | Tensor, start: int, stop: int) -> Tensor:

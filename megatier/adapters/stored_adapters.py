@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError
-from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, opened, parse_json, read_object, shown
+from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, opened, parse_json, printable, read_object
 from megatier.models.safetensors_format import SAFETENSORS_DTYPES, StoredTensor, read_header
 from megatier.models.weights import FULL_PRECISION_NAMES, read_bytes
 
@@ -83,7 +83,7 @@ def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     # PEFT's other kinds (prefixes, IA3, ...) add other things to a model than the layers that are streamed here.
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ConfigError(f"{where} is of the kind {shown(str(kind))}; LORA alone is trained here.")
+        raise ConfigError(f"{where} is of the kind {printable(str(kind))}; LORA alone is trained here.")
 
     # An unknown setting may affect the layers, unless it is off.
     is_refused = {
@@ -97,7 +97,8 @@ def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, refused in is_refused.items():
         if refused:
             raise ConfigError(
-                f"{where} sets {shown(key)} to {shown(str(config[key]))}, and such adapters are not trained here."
+                f"{where} sets {printable(key)} to {printable(str(config[key]))}, and such adapters are not trained "
+                "here."
             )
     return {key: config[key] for key in _TAKEN_SETTINGS if config.get(key) is not None}
 
@@ -144,13 +145,13 @@ class StoredAdapter:
         # PEFT also stores the embedding itself with an embedding's adapter, unless it is told not to.
         if odd and all(name in stored and ".base_layer." in name for name in odd):
             raise ConfigError(
-                f"model.lora.adapter: {path} holds weights of the base too, such as {shown(odd[0])}. Load it with "
+                f"model.lora.adapter: {path} holds weights of the base too, such as {printable(odd[0])}. Load it with "
                 "PEFT, and save it with save_pretrained(save_embedding_layers=False)."
             )
         if odd:
             what = "holds {}, which is no part of" if odd[0] in stored else "lacks {}, a part of"
             raise ConfigError(
-                f"model.lora.adapter: {path} {what.format(shown(odd[0]))} such adapters of {type(model).__name__} "
+                f"model.lora.adapter: {path} {what.format(printable(odd[0]))} such adapters of {type(model).__name__} "
                 f"({len(odd)} such tensors). Is it an adapter for another base?"
             )
 
@@ -211,11 +212,11 @@ def _check(path: Path, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
     """
     if tensor.shape != shape:
         raise ConfigError(
-            f"model.lora.adapter: {path}: tensor {shown(tensor.name)} has shape {tensor.shape}; this base asks for "
+            f"model.lora.adapter: {path}: tensor {printable(tensor.name)} has shape {tensor.shape}; this base asks for "
             f"{shape}. Is it an adapter for another base?"
         )
     if tensor.dtype not in FULL_PRECISION_NAMES:
         raise ConfigError(
-            f"model.lora.adapter: {path}: tensor {shown(tensor.name)} is {shown(tensor.dtype)}; adapters are read in "
-            f"{', '.join(FULL_PRECISION_NAMES)}."
+            f"model.lora.adapter: {path}: tensor {printable(tensor.name)} is {printable(tensor.dtype)}; adapters are "
+            f"read in {', '.join(FULL_PRECISION_NAMES)}."
         )

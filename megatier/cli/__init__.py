@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from megatier.errors import LESS_ACTIVATIONS, REMEDIES, MegatierError
-from megatier.foreign import shown
+from megatier.foreign import printable
 from megatier.train.stop import SIGNALS
 
 COMMAND_GROUPS = {
@@ -123,7 +123,7 @@ def _answer(words: Sequence[str]) -> int:
     except MegatierError as error:
         if debug:
             raise
-        return _refuse(shown(str(error), MESSAGE_CHARACTERS_MAX))
+        return _refuse(printable(str(error), MESSAGE_CHARACTERS_MAX))
     except BrokenPipeError:
         # A reader such as `head` has seen enough. Python flushes stdout when it exits, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -132,7 +132,7 @@ def _answer(words: Sequence[str]) -> int:
         # Whatever the system refuses, nobody needs a traceback to see.
         if debug or error.errno is None:
             raise
-        return _refuse(shown(_refused(error), MESSAGE_CHARACTERS_MAX))
+        return _refuse(printable(_refused(error), MESSAGE_CHARACTERS_MAX))
     except RuntimeError as error:
         if not debug and NO_THREAD in str(error):
             return _refuse(OUT_OF_THREADS)
@@ -162,7 +162,7 @@ def _refused(error: OSError) -> str:
     remedy = REMEDIES.get(number) or SYSTEM.get(number, "--debug shows where.")
     place = "the system"
     if error.filename is not None:
-        place = shown(str(error.filename), 200)
+        place = printable(str(error.filename), 200)
     return f"{place}: {error.strerror}. {remedy}"
 
 

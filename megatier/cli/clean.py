@@ -12,7 +12,7 @@ from rich.console import Console
 from megatier.checkpoint.run_directory import find_killed_runs
 from megatier.drives.leftovers import Leftover, find_leftovers
 from megatier.errors import mib
-from megatier.foreign import shown
+from megatier.foreign import printable
 from megatier.report.console import say
 from megatier.report.metrics import format_seconds
 
@@ -56,7 +56,7 @@ def _line(leftover: Leftover, *, removed: bool) -> str:
 
     # The note is a file, in which anything may stand.
     note = leftover.note
-    owner = f", of {shown(note.owner)}, begun {shown(note.began)}" if note is not None else ""
+    owner = f", of {printable(note.owner)}, begun {printable(note.began)}" if note is not None else ""
     savepoint = ", with a run's savepoint" if leftover.has_savepoint else ""
     end = ", removed" if removed else ""
     return f"{leftover.path}: {size}, last written {age} ago{owner}{savepoint}{end}"

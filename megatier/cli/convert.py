@@ -14,7 +14,7 @@ from megatier.config import text as config_text
 from megatier.convert.conversion import Conversion, Finding, KeyOutcome
 from megatier.convert.source import convert
 from megatier.errors import ConfigError
-from megatier.foreign import shown
+from megatier.foreign import printable
 
 TITLES: Mapping[KeyOutcome, str] = {
     "carried": "carried over",
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     sections, names, needed = _checked(made, overrides)
 
     # The name comes from outside, and a line break in it would end the comment.
-    head = [f"From {made.trainer}'s {shown(options.file.name)}, by `megatier convert`."]
+    head = [f"From {made.trainer}'s {printable(options.file.name)}, by `megatier convert`."]
     if needed:
         head.append(f"Still needed: {', '.join(needed)}")
     text = _comments(head) + config_text.write(sections, names, {}) + "\n" + _comments(_account(made.findings))

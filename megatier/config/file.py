@@ -12,7 +12,7 @@ from megatier.config.schema import CONFIG_SECTIONS, RunConfig
 from megatier.config.section import from_text, hints
 from megatier.config.values import parse_list, read_yaml, require_unit
 from megatier.errors import ConfigError
-from megatier.foreign import shown
+from megatier.foreign import printable
 
 OTHER_TRAINERS = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "model_name_or_path", "finetuning_type"}
@@ -109,7 +109,7 @@ def _check_text(words: Iterable[object]) -> None:
         has_halves = any("\ud800" <= letter <= "\udfff" for letter in word)
         if has_halves or "\0" in word:
             raise ConfigError(
-                f"{shown(word)!r} is no text in UTF-8 without NULs. Rename what it names, or correct the setting."
+                f"{printable(word)!r} is no text in UTF-8 without NULs. Rename what it names, or correct the setting."
             )
 
 
@@ -137,7 +137,7 @@ def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
         # An empty file is null to YAML.
         found = "is empty"
         if tree is not None:
-            found = f"holds {shown(repr(tree))}"
+            found = f"holds {printable(repr(tree))}"
         raise ConfigError(f"{path} {found}; it must hold sections such as `train:` with `steps: 100` below.")
     return _sections(tree, str(path))
 
@@ -170,7 +170,7 @@ def check_sections(tree: Mapping[str, Any], where: str) -> None:
     for name, keys in tree.items():
         if not isinstance(keys, dict | None):
             raise ConfigError(
-                f"{where}: {name} is a section, so `key: value` lines belong below it; found {shown(repr(keys))}."
+                f"{where}: {name} is a section, so `key: value` lines belong below it; found {printable(repr(keys))}."
             )
 
 
@@ -210,4 +210,4 @@ def check_units(tiers: Mapping[str, Any], overrides: Sequence[str] = ()) -> None
         # A mount without a size may take all that is free.
         _, colon, size = mount.rpartition(":")
         if colon:
-            require_unit(f"tiers.nvme: the budget of {shown(mount)}", size)
+            require_unit(f"tiers.nvme: the budget of {printable(mount)}", size)

@@ -12,7 +12,7 @@ from megatier.config.schema import CONFIG_SECTIONS
 from megatier.config.section import hints
 from megatier.config.values import parse_yaml
 from megatier.errors import ConfigError
-from megatier.foreign import shown
+from megatier.foreign import printable
 
 NESTED = ("model.config", "model.lora")
 """Settings that hold settings of their own."""
@@ -31,7 +31,7 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     for word in waiting:
         if not word.startswith("--"):
             raise ConfigError(
-                f"{shown(word)} is no setting: settings are written --section.key VALUE, after the config file."
+                f"{printable(word)} is no setting: settings are written --section.key VALUE, after the config file."
             )
 
         # The text is behind an equals sign, or the next word, which may begin with a minus.
@@ -43,7 +43,7 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             # Where no word is left, two dashes are refused below like a further setting.
             text = next(waiting, "--")
         if not equals and text.startswith("--"):
-            raise ConfigError(f"{shown(name)} has no value. Write it as --{shown(name)} VALUE.")
+            raise ConfigError(f"{printable(name)} has no value. Write it as --{printable(name)} VALUE.")
         yield name, text
 
 
@@ -102,4 +102,4 @@ def check_known(keys: Iterable[str], where: str | None = None) -> None:
         siblings = by_section.get(section, list(CONFIG_SECTIONS))
         hint = f"did you mean {near}?" if near else f"known are {', '.join(siblings)}."
         place = f"{where}: " if where else ""
-        raise ConfigError(f"{place}unknown setting {shown(key)}; {hint}")
+        raise ConfigError(f"{place}unknown setting {printable(key)}; {hint}")

@@ -20,7 +20,7 @@ from typing import get_type_hints as hints_of_class
 from megatier.config.names import suggest_names
 from megatier.config.values import ByteCount, byte_count, number, parse_list, parse_yaml, require, told
 from megatier.errors import ConfigError
-from megatier.foreign import shown
+from megatier.foreign import printable
 from megatier.optimizers import in_words
 
 NULLS = ("null", "Null", "NULL", "~")
@@ -71,7 +71,7 @@ class Section:
                 continue
             near = suggest_names(name, known)
             hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}."
-            raise ConfigError(f"unknown setting {cls.dotted(shown(name))}; {hint}")
+            raise ConfigError(f"unknown setting {cls.dotted(printable(name))}; {hint}")
 
         made = super().__new__(cls)
         object.__setattr__(made, "given", frozenset(given))

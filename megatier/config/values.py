@@ -20,7 +20,7 @@ from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
 from megatier.errors import ConfigError
-from megatier.foreign import read_input, shown
+from megatier.foreign import printable, read_input
 
 ByteCount = Annotated[int, "bytes"]
 """Bytes: a plain int, or text such as "96GiB" or "500 MB" in YAML and on the command line. There, budgets below a
@@ -175,7 +175,7 @@ def parse_yaml(text: str) -> Any:  # noqa: ANN401  YAML holds anything
         _check_unfolded(root)
         return values.construct_document(root)
     except YAML_ERRORS as error:
-        raise ConfigError(f"no valid YAML: {shown(' '.join(str(error).split()))}") from error
+        raise ConfigError(f"no valid YAML: {printable(' '.join(str(error).split()))}") from error
 
 
 def read_yaml(path: Path) -> Any:  # noqa: ANN401
@@ -261,7 +261,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
         # PyYAML counts lines from 0.
         if key.value in seen:
             line = key.start_mark.line + 1
-            raise ConfigError(f"{shown(key.value)} is given twice, again in line {line}. Remove one of them.")
+            raise ConfigError(f"{printable(key.value)} is given twice, again in line {line}. Remove one of them.")
         seen.add(key.value)
 
 
@@ -362,7 +362,7 @@ def byte_count(name: str, value: Any) -> int:  # noqa: ANN401 - whatever somebod
     return found
 
 
-def check_setting(name: str, value: object, shown: str = "") -> None:
+def check_setting(name: str, value: object, label: str = "") -> None:
     """Refuse a numeric setting of an optimizer that is no number, or that the kernels cannot take in fp32.
 
     Whatever way a setting comes in by, it is asked about here.
@@ -370,24 +370,24 @@ def check_setting(name: str, value: object, shown: str = "") -> None:
     Args:
         name: lr, weight_decay, eps, betas or one of them (beta1, beta2), momentum, or clip, which may be None.
         value: its value.
-        shown: how the message names it; empty: by its name.
+        label: how the message names it; empty: by its name.
 
     Raises:
         ConfigError: names setting, value and bound.
     """
-    shown = shown or name
+    label = label or name
     if name == "betas":
         # Text is a sequence as well, of letters.
         pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
-        require(len(pair) == 2, shown, value, "two numbers")
+        require(len(pair) == 2, label, value, "two numbers")
         for beta in pair:
-            check_setting("beta1", beta, f"one of {shown} {told(value)}")
+            check_setting("beta1", beta, f"one of {label} {told(value)}")
         return
 
     if name == "clip" and value is None:
         return
     least, most, bound = RANGES.get(name, (0.0, LARGEST, "at least 0 and finite in fp32"))
-    number(shown, value, bound, least=least, most=most)
+    number(label, value, bound, least=least, most=most)
 
 
 def clip_of(norm: Any) -> float | None:  # noqa: ANN401 - whatever another program was given
@@ -421,6 +421,6 @@ def require(holds: bool, name: str, value: object, bound: str) -> None:
 def told(value: object, write: Callable[[object], str] = repr) -> str:
     """Return a value for a message, however long it is. Python writes no number of thousands of digits."""
     try:
-        return shown(write(value))
+        return printable(write(value))
     except ValueError:
         return "a number of thousands of digits"

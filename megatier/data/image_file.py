@@ -18,7 +18,7 @@ from typing import Any
 
 from megatier.errors import DataError, mib
 from megatier.files import open_regular
-from megatier.foreign import reading, reason_of, shown
+from megatier.foreign import printable, reading, reason_of
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 """The formats that are decoded, by Pillow's names."""
@@ -86,7 +86,7 @@ def read_bytes(path: Path, place: str, start: int = 0, num_bytes: int | None = N
     # A path with a null byte is a ValueError.
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise DataError(f"{place}: cannot read the image {shown(str(path))}: {reason}. {IMAGE_REMEDY}") from error
+        raise DataError(f"{place}: cannot read the image {printable(str(path))}: {reason}. {IMAGE_REMEDY}") from error
     check_size(len(raw), place)
     return raw
 

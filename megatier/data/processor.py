@@ -29,7 +29,7 @@ from megatier.data.conversation import Conversation
 from megatier.data.template import UNLEARNT, Template, mask_ranges
 from megatier.data.tokenizer import folder_of, load_tokenizer
 from megatier.errors import DataError
-from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, shown
+from megatier.foreign import SETTINGS_BYTES_MAX, printable, read_object, reading
 
 CALL: dict[str, Any] = {"add_special_tokens": False, "truncation": False, "padding_side": "right"}
 """How a processor is called. The template writes special tokens itself, and nothing is cut off in silence."""
@@ -47,9 +47,7 @@ class Processor:
         """
         self.own = own
         """The processor itself, which an export writes."""
-        self._called = copy.deepcopy(own)
-        """What is called: a call leaves its padding in a fast tokenizer, and an export must not write that."""
-        self._name = f"the processor {type(own).__name__} of {shown(name)}"
+        self._name = f"the processor {type(own).__name__} of {printable(name)}"
         tokenizer = getattr(own, "tokenizer", None)
         if not isinstance(tokenizer, PreTrainedTokenizerBase) or getattr(own, "image_processor", None) is None:
             raise DataError(f"{self._name} does not take both texts and images. {PROCESSOR_REMEDY}")
@@ -167,12 +165,12 @@ def load_processor(config: RunConfig) -> Processor:
         for file in PROCESSOR_FILES:
             with contextlib.suppress(FileNotFoundError):
                 read_object(folder / file, SETTINGS_BYTES_MAX, DataError)
-    with reading(f"no processor at {shown(name)}", DataError, remedy=PROCESSOR_REMEDY):
+    with reading(f"no processor at {printable(name)}", DataError, remedy=PROCESSOR_REMEDY):
         own = AutoProcessor.from_pretrained(str(folder or name), trust_remote_code=False)
 
     # transformers gives the tokenizer alone where a folder has no more.
     if not isinstance(own, ProcessorMixin):
-        raise DataError(f"no processor at {shown(name)}, but {type(own).__name__} alone. {PROCESSOR_REMEDY}")
+        raise DataError(f"no processor at {printable(name)}, but {type(own).__name__} alone. {PROCESSOR_REMEDY}")
     processor = Processor(own, name)
 
     # Older folders have the template with the processor alone.

@@ -20,11 +20,11 @@ from megatier.foreign import (
     SETTINGS_BYTES_MAX,
     TABLE_BYTES_MAX,
     at_one_commit,
+    printable,
     read_input,
     read_object,
     read_text,
     reading,
-    shown,
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -115,9 +115,9 @@ def _load(name: str) -> PreTrainedTokenizerBase:
 
     # A name on the hub has one slash at most, so these are paths.
     if folder is None and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise DataError(f"no tokenizer at {shown(name)}: there is no such folder. {TOKENIZER_REMEDY}")
+        raise DataError(f"no tokenizer at {printable(name)}: there is no such folder. {TOKENIZER_REMEDY}")
     names = ", ".join(_check_files(folder))
-    what = f"no tokenizer at {shown(name)}{f', made of {names}' if names else ''}"
+    what = f"no tokenizer at {printable(name)}{f', made of {names}' if names else ''}"
     with reading(what, DataError, remedy=TOKENIZER_REMEDY):
         # Code that comes with a tokenizer is never run.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -14,7 +14,7 @@ from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig,
 from megatier.config.section import Section
 from megatier.config.values import check_setting, number, require
 from megatier.errors import ConfigError
-from megatier.foreign import shown
+from megatier.foreign import printable
 from megatier.optimizers import MOMENT_FORMATS, OPTIMIZER_NAMES, OptimizerName, in_words
 from megatier.setup.workload import COMPUTE_DTYPES
 from megatier.state import Moments
@@ -240,7 +240,7 @@ def refuse_unknown_arguments(names: Iterable[str]) -> None:
         if name not in known:
             near = suggest_names(name, known, _OTHER_NAMES, cutoff=0.7)
             hint = f"Did you mean {near}?" if near else f"It takes {', '.join(known)}."
-            raise ConfigError(f"megatier.stream has no argument {shown(name)}. {hint}")
+            raise ConfigError(f"megatier.stream has no argument {printable(name)}. {hint}")
 
 
 def read_tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
@@ -265,6 +265,7 @@ def read_section(kind: type[_SectionT], given: _SectionT | Mapping[str, Any]) ->
         return given
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"{kind.NAME} is {shown(repr(given))}; it must be a {kind.__name__} or keys with values, as in a config."
+            f"{kind.NAME} is {printable(repr(given))}; it must be a {kind.__name__} or keys with values, as in a "
+            "config."
         )
     return kind(**{str(key): value for key, value in given.items()})

@@ -11,7 +11,7 @@ from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, settle
 from megatier.checkpoint.environment import find_environment_changes
 from megatier.checkpoint.run_directory import last_checkpoint
 from megatier.errors import CheckpointError
-from megatier.foreign import shown
+from megatier.foreign import printable
 
 KEPT_BEFORE = {"optimizer": "adamw", "moments": "fp32"}
 """The values of older versions, which did not store them."""
@@ -63,8 +63,8 @@ class SavedStream:
         for name, now in kept.items():
             if now != (before := self.state.get(name, KEPT_BEFORE[name])):
                 raise CheckpointError(
-                    f"{self.path} has {name} {shown(before)}, and this model has {now}. Open the model by "
-                    f"megatier.stream(..., {name}={shown(before)!r}) to go on from it."
+                    f"{self.path} has {name} {printable(before)}, and this model has {now}. Open the model by "
+                    f"megatier.stream(..., {name}={printable(before)!r}) to go on from it."
                 )
         # A base from RAM has no identity that could be compared.
         of_base = self.state.get("base") or {}
@@ -100,6 +100,6 @@ class SavedStream:
         noted = self.state.get("environment")
         if isinstance(noted, dict) and (others := list(find_environment_changes(noted, environment))):
             yield (
-                f"{self.path} was written in another environment: {shown('; '.join(others))}. State is taken bit by "
-                "bit, but steps may be rounded in other ways from now on."
+                f"{self.path} was written in another environment: {printable('; '.join(others))}. State is taken bit "
+                "by bit, but steps may be rounded in other ways from now on."
             )

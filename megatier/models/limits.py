@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.errors import UnsupportedModelError, mib
-from megatier.foreign import shown
+from megatier.foreign import printable
 
 LAYERS_MAX = 4096
 """The most layers. The deepest models ever trained have about a thousand."""
@@ -60,7 +60,9 @@ def check_counts(settings: Mapping[str, Any], where: str) -> None:
         elif isinstance(value, int | float):
             is_count = COUNTS.search(str(key)) is not None
             if is_count and value > LAYERS_MAX:
-                raise UnsupportedModelError(f"{where}: {shown(str(key))} is above {LAYERS_MAX}, which no model has.")
+                raise UnsupportedModelError(
+                    f"{where}: {printable(str(key))} is above {LAYERS_MAX}, which no model has."
+                )
 
 
 @contextlib.contextmanager

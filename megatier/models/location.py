@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError, ModelNotFoundError
-from megatier.foreign import at_one_commit, shown
+from megatier.foreign import at_one_commit, printable
 
 MODEL_CONFIG_FILE = "config.json"
 _SETTINGS_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -66,14 +66,16 @@ def find_local(path_or_id: str) -> Path | None:
             raise ConfigError(_refusal(path, [path], "is a file"))
     except PermissionError as error:
         raise ConfigError(
-            f"model.path: cannot read {shown(str(error.filename))}: {error.strerror}. Check your rights there."
+            f"model.path: cannot read {printable(str(error.filename))}: {error.strerror}. Check your rights there."
         ) from error
     except OSError:
         pass
 
     # A relative path such as ./model looks like a hub id too.
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
-        raise ModelNotFoundError(f"no such model folder: {shown(path_or_id)}. Give a folder that exists, or a hub id.")
+        raise ModelNotFoundError(
+            f"no such model folder: {printable(path_or_id)}. Give a folder that exists, or a hub id."
+        )
     return None
 
 
@@ -109,5 +111,5 @@ def _refusal(path: Path, files: list[Path], what: str) -> str:
             f"has no {MODEL_CONFIG_FILE} but adapters ({ADAPTER_FILE}): set model.path to their base and "
             "model.lora.adapter to this folder. By itself it"
         )
-        return f"model.path: {shown(str(path))} {what} is no Hugging Face model."
-    return f"model.path: {shown(str(path))} {what}, so it is no Hugging Face model. {_FORMAT_REMEDY}"
+        return f"model.path: {printable(str(path))} {what} is no Hugging Face model."
+    return f"model.path: {printable(str(path))} {what}, so it is no Hugging Face model. {_FORMAT_REMEDY}"

@@ -18,7 +18,7 @@ import torch
 
 from megatier.errors import FileChangedError, UnsupportedModelError
 from megatier.files import FileVersion
-from megatier.foreign import TABLE_BYTES_MAX, opened, parse_json, shown
+from megatier.foreign import TABLE_BYTES_MAX, opened, parse_json, printable
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -145,12 +145,12 @@ def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) 
     Raises:
         UnsupportedModelError: the entry is malformed, or does not fit the file.
     """
-    tensor = f"{path}: tensor {shown(name)}"
+    tensor = f"{path}: tensor {printable(name)}"
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
             pass
         case _:
-            raise UnsupportedModelError(f"{path}: the header's entry for tensor {shown(name)} is malformed.")
+            raise UnsupportedModelError(f"{path}: the header's entry for tensor {printable(name)} is malformed.")
 
     # Bounded before they are multiplied, since multiplying many large numbers would take hours.
     is_bounded = len(shape) <= MAX_DIMENSIONS and all(_is_count(number) for number in (*shape, begin, end))
@@ -185,4 +185,6 @@ def _refuse_overlap(tensors: list[StoredTensor]) -> None:
     for one, other in pairwise(placed):
         end = one.offset + one.num_bytes
         if other.offset < end:
-            raise UnsupportedModelError(f"{one.path}: tensors {shown(one.name)} and {shown(other.name)} overlap.")
+            raise UnsupportedModelError(
+                f"{one.path}: tensors {printable(one.name)} and {printable(other.name)} overlap."
+            )

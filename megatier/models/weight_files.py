@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from megatier.errors import UnsupportedModelError
-from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_object, reading, shown
+from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, printable, read_object, reading
 from megatier.models.safetensors_format import StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -39,18 +39,19 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     for file_name in sorted(set(weight_map.values())):
         # Only the name is checked, since the hub's cache links files into another folder.
         if Path(file_name).name != file_name or not _is_file(folder / file_name):
-            raise UnsupportedModelError(f"{index}: {shown(file_name)!r} is no file in this folder.")
+            raise UnsupportedModelError(f"{index}: {printable(file_name)!r} is no file in this folder.")
         for name, tensor in read_header(folder / file_name).items():
             # transformers would silently use one of them.
             if name in stored:
-                raise UnsupportedModelError(f"{tensor.path}: tensor {shown(name)} is also in {stored[name].path}.")
+                raise UnsupportedModelError(f"{tensor.path}: tensor {printable(name)} is also in {stored[name].path}.")
             stored[name] = tensor
 
     # Conversely, everything that the index lists must be there, in the file that it names.
     for name, file_name in weight_map.items():
         if name not in stored or stored[name].path.name != file_name:
             raise UnsupportedModelError(
-                f"{folder / file_name}: tensor {shown(name)} is missing; the index lists it. Download the file again."
+                f"{folder / file_name}: tensor {printable(name)} is missing; the index lists it. Download the file "
+                "again."
             )
 
     return stored

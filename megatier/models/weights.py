@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.errors import TransferError, UnsupportedModelError
-from megatier.foreign import shown
+from megatier.foreign import printable
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.safetensors_format import SAFETENSORS_DTYPES, StoredTensor
@@ -267,12 +267,12 @@ class SafetensorsFolder(TensorReader):
             dtype = self.stored[run.name].dtype
             if is_float and dtype not in FULL_PRECISION_NAMES:
                 raise UnsupportedModelError(
-                    f"{self._where(name)} is {shown(dtype)}; full-precision training starts from "
+                    f"{self._where(name)} is {printable(dtype)}; full-precision training starts from "
                     f"{', '.join(FULL_PRECISION_NAMES)}."
                 )
             if not is_float and not _is_held_by(dtype, tensor.dtype):
                 raise UnsupportedModelError(
-                    f"{self._where(name)} is {shown(dtype)}; the model takes {tensor.dtype} there."
+                    f"{self._where(name)} is {printable(dtype)}; the model takes {tensor.dtype} there."
                 )
 
     def _refuse_unequal(self, first: str, second: str) -> None:
@@ -309,7 +309,7 @@ class SafetensorsFolder(TensorReader):
         """Return file and stored name of a tensor, for messages."""
         run = self._assemblies[name].runs[0]
         stored = self.stored[run.name]
-        return f"{stored.path}: tensor {shown(stored.name)}"
+        return f"{stored.path}: tensor {printable(stored.name)}"
 
 
 def _is_held_by(stored: str, dtype: torch.dtype) -> bool:

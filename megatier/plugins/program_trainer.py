@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig, Trainer
 
 from megatier.adapters.given_adapters import unwrap_peft
 from megatier.errors import ConfigError
-from megatier.foreign import note, one_version, shown
+from megatier.foreign import note, one_version, printable
 from megatier.integrations.loop_settings import read_tiers
 from megatier.integrations.transformers_trainer import StreamedTraining
 from megatier.models.location import MODEL_CONFIG_FILE, resolve
@@ -132,9 +132,9 @@ def check_same_config(used: PretrainedConfig, stored: PretrainedConfig) -> None:
         theirs = of_stored.get(name)
         if mine != theirs:
             raise ConfigError(
-                f"the model's {name} is {shown(str(mine))} here and {shown(str(theirs))} in its folder, from which its "
-                "weights are streamed. Leave out what changes it (added tokens change vocab_size), or save the changed "
-                "model into a folder of its own."
+                f"the model's {name} is {printable(str(mine))} here and {printable(str(theirs))} in its folder, from "
+                "which its weights are streamed. Leave out what changes it (added tokens change vocab_size), or save "
+                "the changed model into a folder of its own."
             )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatier.errors import ConfigError
-from megatier.foreign import shown
+from megatier.foreign import printable
 from megatier.integrations.loop_settings import read_tiers, refuse_unknown_arguments
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
 from megatier.trainer_guards.arguments import ADAMW_NAMES, check_stream_kwargs, refuse_any
@@ -143,7 +143,7 @@ def read_plugin_section(given: object) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"{SECTION} is {shown(repr(given))}; it must be keys with values, such as tiers: {{ram: 96GiB}}."
+            f"{SECTION} is {printable(repr(given))}; it must be keys with values, such as tiers: {{ram: 96GiB}}."
         )
     section = {str(name): value for name, value in given.items()}
     for name in FROM_THE_PROGRAM:

@@ -23,7 +23,7 @@ from megatier.errors import (
     MegatierError,
     StallError,
 )
-from megatier.foreign import shown
+from megatier.foreign import printable
 from megatier.models.export import Tokens
 from megatier.report.console import say
 from megatier.saving.model_folder import write_model
@@ -108,7 +108,7 @@ def _write_model(
         except (MegatierError, OSError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - the tokenizers library raises Exception itself; the state comes first
-            failed = MegatierError(f"{type(error).__name__}: {shown(str(error))}.")
+            failed = MegatierError(f"{type(error).__name__}: {printable(str(error))}.")
             # `raise ... from` is no choice here, since the caller raises the error.
             failed.__cause__ = error
             return failed

@@ -12,7 +12,7 @@ from megatier.config.schema import RunConfig
 from megatier.data.sources import Say, check_sources
 from megatier.drives.mounts import budget_bytes
 from megatier.errors import DataError
-from megatier.foreign import shown
+from megatier.foreign import printable
 from megatier.models.location import find_local
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
@@ -54,13 +54,13 @@ def check_tokenizer(config: RunConfig) -> None:
         return
     if not any(path for pattern in TOKENIZERS for path in folder.glob(pattern)):
         raise DataError(
-            f"no tokenizer at {shown(name)}: the folder has no tokenizer.json and no other file of one. Give "
+            f"no tokenizer at {printable(name)}: the folder has no tokenizer.json and no other file of one. Give "
             "data.tokenizer a folder, a hub id or bytes."
         )
     if config.data.images and not any(
         (folder / file).is_file() for file in (*PROCESSOR_FILES, "processor_config.json")
     ):
         raise DataError(
-            f"no processor of images at {shown(name)}: the folder has no {PROCESSOR_FILES[0]}. data.images needs the "
-            "folder or hub id of a model with images, in model.path or data.tokenizer."
+            f"no processor of images at {printable(name)}: the folder has no {PROCESSOR_FILES[0]}. data.images needs "
+            "the folder or hub id of a model with images, in model.path or data.tokenizer."
         )

@@ -19,7 +19,7 @@ from megatier.adapters.stored_adapters import StoredAdapter
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError
-from megatier.foreign import SETTINGS_BYTES_MAX, first_sentence, read_object, reading, shown
+from megatier.foreign import SETTINGS_BYTES_MAX, first_sentence, printable, read_object, reading
 from megatier.models.decoder import build_skeleton
 from megatier.models.frozen_parameters import freeze
 from megatier.models.initialiser import Initialiser
@@ -127,7 +127,7 @@ def model_config_of(config: ModelConfig) -> PretrainedConfig:
     model_config = read_model_config(config, folder)
     if is_classifier(model_config):
         where = "model.config" if folder is None else str(folder / MODEL_CONFIG_FILE)
-        named = shown(", ".join(map(str, model_config.architectures or ())))
+        named = printable(", ".join(map(str, model_config.architectures or ())))
         raise UnsupportedModelError(
             f"{where} names {named}, and runs train language models alone. "
             "Train a classifier in a loop of your own with megatier.stream, or as a reward model under TRL."
@@ -202,7 +202,7 @@ def _describe_complaint(error: BaseException) -> str:
     # A message about a field of the config has the reason in its last line; others have it in their first sentence.
     lines = str(error).strip().splitlines()
     if isinstance(error, StrictDataclassError) and lines:
-        return shown(lines[-1].strip()).rstrip(".")
+        return printable(lines[-1].strip()).rstrip(".")
     return first_sentence(error)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatier.errors import ConfigError
-from megatier.foreign import shown
+from megatier.foreign import printable
 
 COMPUTE_DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16"}
 """Names of dtypes, and the compute dtypes that they stand for."""
@@ -51,15 +51,15 @@ def read_init_kwargs(given: Mapping[str, Any], stream_kwargs: Mapping[str, Any])
             asked["attention"] = value
         else:
             raise ConfigError(
-                f"model_init_kwargs has {name} {shown(repr(value))}: megatier opens the model, and cannot follow it. "
-                "Leave it out; arguments of megatier.stream go into stream_kwargs."
+                f"model_init_kwargs has {name} {printable(repr(value))}: megatier opens the model, and cannot follow "
+                "it. Leave it out; arguments of megatier.stream go into stream_kwargs."
             )
 
     # The same value in both places is no contradiction.
     for name, value in asked.items():
         if stream_kwargs.get(name, value) not in (value, None):
             raise ConfigError(
-                f"stream_kwargs has {name} {shown(repr(stream_kwargs[name]))}, and model_init_kwargs "
-                f"{shown(repr(value))}. Give it once."
+                f"stream_kwargs has {name} {printable(repr(stream_kwargs[name]))}, and model_init_kwargs "
+                f"{printable(repr(value))}. Give it once."
             )
     return asked
