@@ -96,11 +96,11 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         # With two devices here, the Trainer does not split batches over the GPUs that a process sees. accelerate would
         # refuse this under torchrun, so it is removed again.
         model.model.hf_device_map = {"streamed": "disk", "bound": str(model.device)}  # type: ignore[assignment]
-        shown = self.shown(kwargs)
+        trained = self.model_for_trainer(kwargs)
         if args:
-            super().__init__(shown, *args, **kwargs)
+            super().__init__(trained, *args, **kwargs)
         else:  # by name, since other trainers take something else first
-            super().__init__(model=shown, **kwargs)
+            super().__init__(model=trained, **kwargs)
         del model.model.hf_device_map
         self._watched: list[Any] = []
         """The arguments as last checked."""
@@ -153,7 +153,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         """Return whether vLLM, started by the trainer, gets the streamed model's weights."""
         return False
 
-    def shown(self, given: dict[str, Any]) -> nn.Module:
+    def model_for_trainer(self, given: dict[str, Any]) -> nn.Module:
         """Return the module to show to the trainer as its model. This may change the trainer's other arguments."""
         return self.streamed.model
 

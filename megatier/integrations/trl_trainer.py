@@ -57,13 +57,14 @@ class StreamedTrl(StreamedTraining):
         given = self.given(model, *args, **kwargs)
         check_fields(given.get("args"))
         self._check_given_to_trl(model, given)
-        # `megatier.stream` makes the adapters. `shown` decides whether TRL learns of them.
+        # `megatier.stream` makes the adapters. `model_for_trainer` decides whether TRL learns of them.
         peft_config = given.pop("peft_config", None)
         if own := self._own_kwargs(model, given, peft_config):
             # The user's own settings take precedence.
             given["stream_kwargs"] = {**own, **(given.get("stream_kwargs") or {})}
         with warnings.catch_warnings():
-            # New adapters are in the model before TRL calls `get_peft_model` (`shown`), and PEFT would warn about that.
+            # New adapters are in the model before `model_for_trainer` lets TRL call `get_peft_model`, and PEFT would
+            # warn about that.
             warnings.filterwarnings("ignore", message="You are trying to modify a model with PEFT for a second time")
             super().__init__(**given)
         model = self.streamed
@@ -119,7 +120,7 @@ class StreamedTrl(StreamedTraining):
         """Return whether the trainer uses vLLM through TRL's `VLLMGeneration`."""
         return any(base.__name__ in WITH_VLLM for base in type(self).__mro__)
 
-    def shown(self, given: dict[str, Any]) -> nn.Module:
+    def model_for_trainer(self, given: dict[str, Any]) -> nn.Module:
         """Return the model, as a `PeftModel` if it has adapters.
 
         For new adapters TRL must create it by PEFT's `get_peft_model`. To an existing `PeftModel` it would add a copy
