@@ -283,6 +283,14 @@ def printable(text: str, max_characters: int = REASON_CHARACTERS_MAX) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut)
 
 
+def quoted(value: object, write: Callable[[object], str] = repr) -> str:
+    """Return a value for a message, however long it is. Python writes no number of thousands of digits."""
+    try:
+        return printable(write(value))
+    except ValueError:
+        return "a number of thousands of digits"
+
+
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of these keys and values, and refuse a key that comes twice."""
     entries = dict(pairs)

@@ -18,9 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar,
 from typing import get_type_hints as hints_of_class
 
 from megatier.config.names import suggest_names
-from megatier.config.values import ByteCount, byte_count, number, parse_list, parse_yaml, require, told
+from megatier.config.values import ByteCount, byte_count, number, parse_list, parse_yaml, require
 from megatier.errors import ConfigError
-from megatier.foreign import printable
+from megatier.foreign import printable, quoted
 from megatier.optimizers import in_words
 
 NULLS = ("null", "Null", "NULL", "~")
@@ -100,7 +100,7 @@ class Section:
             kept = _kept(value, types)
             if kept is None:
                 # As the file has it: None is Python's word.
-                found = "null" if value is None else told(value)
+                found = "null" if value is None else quoted(value)
                 allowed = in_message(hint)
                 doc = field_docs(section)[key]
                 raise ConfigError(f"{self.dotted(key)} is {found}; it must be {allowed}. {doc}")

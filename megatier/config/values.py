@@ -9,7 +9,7 @@ import numbers
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
 from megatier.errors import ConfigError
-from megatier.foreign import printable, read_input
+from megatier.foreign import printable, quoted, read_input
 
 ByteCount = Annotated[int, "bytes"]
 """Bytes: a plain int, or text such as "96GiB" or "500 MB" in YAML and on the command line. There, budgets below a
@@ -105,7 +105,7 @@ def require_unit(name: str, written: object) -> None:
     Raises:
         ConfigError: names the spellings.
     """
-    text = told(written, str).strip().lower()
+    text = quoted(written, str).strip().lower()
     is_plain = re.fullmatch(r"[0-9]{1,20}(\.[0-9]{1,20})?(e[0-9]{1,2})?", text)
     # 0 needs no unit.
     if is_plain and 0 < float(text) < 1 << 20:
@@ -381,7 +381,7 @@ def check_setting(name: str, value: object, label: str = "") -> None:
         pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
         require(len(pair) == 2, label, value, "two numbers")
         for beta in pair:
-            check_setting("beta1", beta, f"one of {label} {told(value)}")
+            check_setting("beta1", beta, f"one of {label} {quoted(value)}")
         return
 
     if name == "clip" and value is None:
@@ -415,12 +415,4 @@ def require(holds: bool, name: str, value: object, bound: str) -> None:
         ConfigError: names setting, value and bound.
     """
     if not holds:
-        raise ConfigError(f"{name} is {told(value)}; it must be {bound}.")
-
-
-def told(value: object, write: Callable[[object], str] = repr) -> str:
-    """Return a value for a message, however long it is. Python writes no number of thousands of digits."""
-    try:
-        return printable(write(value))
-    except ValueError:
-        return "a number of thousands of digits"
+        raise ConfigError(f"{name} is {quoted(value)}; it must be {bound}.")

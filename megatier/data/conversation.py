@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from megatier.config.data_section import Chat
 from megatier.data.image_parts import IMAGE_KEYS, ImageSource, holds_image, parts_of, place_images, text_of
 from megatier.errors import DataError
-from megatier.foreign import reason_of, unique_keys
+from megatier.foreign import quoted, reason_of, unique_keys
 
 ASSISTANT = "assistant"
 """The role whose turns are learnt."""
@@ -92,7 +92,7 @@ class Text:
         """Return the text of a record; see `Shape`."""
         text = record.get(self.key)
         if not isinstance(text, str):
-            remedy = f"Its keys are {_shown(list(record))}. " if record else ""
+            remedy = f"Its keys are {quoted(list(record))}. " if record else ""
 
             # A record of conversations is the usual reason why there is no text, so the remedy names its shape.
             chat = next((chat for chat, key in CHAT_KEYS.items() if key in record), None)
@@ -151,7 +151,7 @@ class Turns:
     def _message(self, turn: object, place: str) -> dict[str, Any]:
         """Return a turn as a message, with everything else that the record says of it."""
         if not isinstance(turn, dict):
-            raise DataError(f"{place}: a turn is {_shown(turn)}, not an object.")
+            raise DataError(f"{place}: a turn is {quoted(turn)}, not an object.")
         role = turn.get(self.role)
         content = turn.get(self.content)
 
@@ -159,7 +159,7 @@ class Turns:
         known = dict(self.roles)
         if not isinstance(role, str) or (known and role not in known):
             names = f"one of {', '.join(known)}" if known else "text"
-            raise DataError(f"{place}: a turn's {self.role} is {_shown(role)}; it must be {names}.")
+            raise DataError(f"{place}: a turn's {self.role} is {quoted(role)}; it must be {names}.")
         role = known.get(role, role)
 
         # A table gives every row all of its columns, so what a turn does not have is None there. A template must not
@@ -308,7 +308,7 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Con
             raise DataError(f"{place}: the tools are no valid JSON: {reason_of(error)}.") from error
 
     if tools and not isinstance(tools, list):
-        raise DataError(f"{place}: the tools are {_shown(tools)}, not a list.")
+        raise DataError(f"{place}: the tools are {quoted(tools)}, not a list.")
     return Conversation(messages, tools or None, place)
 
 
@@ -357,7 +357,7 @@ def _joined(content: object, place: str) -> object:
         if not isinstance(text, str):
             remedy = "Set data.images to true to read images." if holds_image(part) else ""
             raise DataError(
-                f"{place}: a part of a turn is {_shown(part)}; parts of the type text alone are read. {remedy}".rstrip()
+                f"{place}: a part of a turn is {quoted(part)}; parts of the type text alone are read. {remedy}".rstrip()
             )
         texts.append(text)
     return "".join(texts)
@@ -371,7 +371,7 @@ def _system(prompt: object, place: str) -> list[dict[str, Any]]:
 def _text(value: object, key: str, place: str) -> str:
     """Return a value that must be text."""
     if not isinstance(value, str):
-        raise DataError(f"{place}: no text under {key!r}, but {_shown(value)}.")
+        raise DataError(f"{place}: no text under {key!r}, but {quoted(value)}.")
     return _whole_characters(value)
 
 
@@ -384,8 +384,3 @@ def _whole_characters(text: str) -> str:
 def _value(record: dict[str, Any], key: str | None) -> Any:  # noqa: ANN401
     """Return the value of a key that a shape need not have."""
     return record.get(key) if key is not None else None
-
-
-def _shown(value: object) -> str:
-    """Return a value for a message, cut to a bounded length."""
-    return repr(value)[:80]

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from megatier.errors import DataError
+from megatier.foreign import quoted
 
 MARK = "<image>"
 """Stands in a text for an image of the record's list."""
@@ -60,7 +61,7 @@ def parts_of(content: object, place: str) -> list[dict[str, Any]]:
         is_text = own.get("type") == "text" and isinstance(own.get("text"), str)
         if not is_text and not holds_image(own):
             raise DataError(
-                f"{place}: a part of a turn is {_shown(part)}; parts of the types text, image and image_url are read."
+                f"{place}: a part of a turn is {quoted(part)}; parts of the types text, image and image_url are read."
             )
         if is_text:
             # JSON can spell half of a surrogate pair, for which UTF-8 has no bytes.
@@ -132,14 +133,14 @@ def find_source(value: object, place: str) -> ImageSource:
     if isinstance(value, bytes) and value:
         return value
     if not isinstance(value, str) or not value:
-        raise DataError(f"{place}: an image is {_shown(value)}, neither a path nor the bytes of a file.")
+        raise DataError(f"{place}: an image is {quoted(value)}, neither a path nor the bytes of a file.")
 
     scheme, mark, rest = value.partition(":")
     if mark and scheme == "data":
         return _data_of(rest, place)
     if value.startswith(("http://", "https://")):
         raise DataError(
-            f"{place}: the image {_shown(value)} lies on the network, and megatier downloads none. Download it, and "
+            f"{place}: the image {quoted(value)} lies on the network, and megatier downloads none. Download it, and "
             "give its path."
         )
     return value.removeprefix("file://")
@@ -181,8 +182,3 @@ def _data_of(rest: str, place: str) -> bytes:
     if not found:
         raise DataError(f"{place}: an image is a data address without bytes.")
     return found
-
-
-def _shown(value: object) -> str:
-    """Return a value for a message, cut to a bounded length."""
-    return repr(value)[:80]
