@@ -96,14 +96,14 @@ class Channel:
                 made = (make(),)
                 pickle.dump(made, pickled)
             except Exception as error:  # noqa: BLE001 - raised below, when the others know of it
-                made = self._told(error)
+                made = self._error_for_peers(error)
                 pickled = io.BytesIO(pickle.dumps(made))
 
         content = self._broadcast_bytes(pickled.getbuffer())
-        told: tuple[T] | Exception = pickle.loads(content) if made is None else made
-        if isinstance(told, Exception):
-            raise told
-        return told[0]
+        result: tuple[T] | Exception = pickle.loads(content) if made is None else made
+        if isinstance(result, Exception):
+            raise result
+        return result[0]
 
     def _broadcast_bytes(self, own: memoryview) -> memoryview:
         """Return the bytes of the first rank. Images may be many, so no rank holds them more than once.
@@ -138,8 +138,8 @@ class Channel:
             error = found
 
         # Ranks that did not fail come here too, because the others wait for their answer.
-        told = None if error is None else self._told(error)
-        errors = [each for each in self.all_gather_object(told) if each is not None]
+        own_error = None if error is None else self._error_for_peers(error)
+        errors = [each for each in self.all_gather_object(own_error) if each is not None]
         if errors:
             raise errors[0] from error
 
@@ -153,7 +153,7 @@ class Channel:
             self._peers.fail(error)
             raise
 
-    def _told(self, error: Exception) -> Exception:
+    def _error_for_peers(self, error: Exception) -> Exception:
         """Return the error that other ranks raise for an error of this one."""
         # Errors of megatier and of the system can be pickled, and mean the same on any rank. Of all other errors only
         # the text is sent.
