@@ -12,6 +12,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from megatier.byte_counts import format_bytes
+
 LESS_ACTIVATIONS = (
     "Try in this order: raise train.slices; lower model.loss_chunk or model.saved_share; set train.activations to "
     "recompute, then to offload with train.kept_attention false; raise train.groups; lower tiers.gpu (without a GPU "
@@ -48,26 +50,26 @@ class PlanError(MegatierError):
     """The run does not fit the budgets. Raised before any large allocation."""
 
     def __init__(self, what: str, needed_bytes: int, had_bytes: int, remedy: str, tier: str = "") -> None:
-        """Keep the figures; the message states them in MiB. The tier is the one whose budget is too small, if any."""
+        """Keep the figures; the message states them. The tier is the one whose budget is too small, if any."""
         self.what = what
         self.tier = tier
         self.needed_bytes = needed_bytes
         self.had_bytes = had_bytes
         self.remedy = remedy
-        super().__init__(f"{what}: needs {mib(needed_bytes)}, there is {mib(had_bytes)}. {remedy}")
+        super().__init__(f"{what}: needs {format_bytes(needed_bytes)}, there is {format_bytes(had_bytes)}. {remedy}")
 
 
 class CapacityError(MegatierError):
     """A tier has no room for the bytes that were asked for."""
 
     def __init__(self, tier: str, needed_bytes: int, free_bytes: int, remedy: str) -> None:
-        """Keep the figures; the message states them in MiB."""
+        """Keep the figures; the message states them."""
         self.tier = tier
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
         self.remedy = remedy
         full = f"tier {tier} is full" if tier in TIERS else f"there is no room for {tier}"
-        super().__init__(f"{full}: needs {mib(needed_bytes)}, {mib(free_bytes)} free. {remedy}")
+        super().__init__(f"{full}: needs {format_bytes(needed_bytes)}, {format_bytes(free_bytes)} free. {remedy}")
 
 
 class PageLockError(CapacityError):
@@ -400,23 +402,3 @@ class StallError(MegatierError):
             "each queue waits for: check that drive (dmesg, smartctl) or the GPU (nvidia-smi). If the machine is only "
             "slow, raise train.stall_timeout."
         )
-
-
-UNITS = ("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)
-
-
-def mib(num_bytes: int) -> str:
-    """Return bytes as people read them."""
-    for unit, scale in UNITS:
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes} B"
-
-
-def at_least(num_bytes: int) -> str:
-    """Return bytes as people read them, rounded up, so that a minimum is enough when it is typed in."""
-    for unit, scale in UNITS:
-        if num_bytes >= scale:
-            # Divided as whole numbers, because a float may come out a little too small.
-            return f"{-(-10 * num_bytes // scale) / 10:.1f} {unit}"
-    return f"{num_bytes} B"

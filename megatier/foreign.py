@@ -20,7 +20,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from megatier.errors import FileChangedError, MegatierError, mib
+from megatier.byte_counts import format_bytes
+from megatier.errors import FileChangedError, MegatierError
 from megatier.files import FileVersion
 
 SETTINGS_BYTES_MAX = 4 << 20
@@ -145,7 +146,7 @@ def read_input(path: Path, max_bytes: int, kind: MakeError, *, pipes: bool = Fal
         # Read one byte more than allowed, because the size of a pipe is not known, and a file may grow.
         raw = stream.read(max_bytes + 1)
     if len(raw) > max_bytes:
-        raise kind(f"{path} has more than {mib(max_bytes)}, which no file of its kind has; it was not read.")
+        raise kind(f"{path} has more than {format_bytes(max_bytes)}, which no file of its kind has; it was not read.")
     return raw
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from megatier.adapters.adapter_folder import export_trained_bytes
+from megatier.byte_counts import format_bytes
 from megatier.checkpoint.checkpoint import checkpoint_bytes
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, checkpoints
 from megatier.config.output_section import OutputConfig
 from megatier.durable import free_bytes
-from megatier.errors import CapacityError, mib
+from megatier.errors import CapacityError
 from megatier.models.decoder import Unit
 from megatier.setup.workload import COMPUTE_DTYPES
 
@@ -110,7 +111,7 @@ class DriveSpace:
             CapacityError: the drive has less room than the run is told to save.
         """
         wanted = num_wanted(output)
-        last = f"the export ({mib(self.export_bytes)})" if self.export_bytes else ""
+        last = f"the export ({format_bytes(self.export_bytes)})" if self.export_bytes else ""
         if wanted:
             num_checkpoints = wanted + self.keeps_best
             plural = "s" if num_checkpoints > 1 else ""
@@ -119,13 +120,14 @@ class DriveSpace:
         if not last:
             return ""
 
-        said = f"{self.directory} takes up to {mib(self.needed_bytes(wanted))}: {last}."
+        said = f"{self.directory} takes up to {format_bytes(self.needed_bytes(wanted))}: {last}."
 
         # Nobody can ask the drive of another machine.
         kept = self.num_kept(output) if here else wanted
         if kept < wanted:
             then = f"{kept} of the checkpoints will be kept" if kept else "no checkpoint will be written"
-            said += f" Its drive has {mib(self.free_bytes)} free, so {then}. Name an output.directory with more room."
+            free = format_bytes(self.free_bytes)
+            said += f" Its drive has {free} free, so {then}. Name an output.directory with more room."
         return said
 
     def needed_bytes(self, num_kept: int) -> int:

@@ -18,9 +18,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatier import hardware
+from megatier.byte_counts import format_bytes
 from megatier.cli.output import json_text, print_json, write_text
 from megatier.config.values import MountBudget, parse_bytes, parse_mount
-from megatier.errors import ConfigError, mib
+from megatier.errors import ConfigError
 from megatier.report.console import say
 from megatier.report.report import figure_table
 from megatier.schedule.rates import Rates
@@ -95,7 +96,7 @@ def _measured(
         check_mount(mount)
     drives = []
     for mount in mounts:
-        with console.status(escape(f"filling and measuring {mount.directory} ({mib(mount.num_bytes or 0)})")):
+        with console.status(escape(f"filling and measuring {mount.directory} ({format_bytes(mount.num_bytes or 0)})")):
             drive = probe_drive(
                 mount,
                 seconds=options.seconds,
@@ -261,7 +262,7 @@ def _print_drive(console: Console, drive: DriveFigures) -> None:
     access = "O_DIRECT" if drive.is_direct else "page cache"
     title = (
         f"{drive.directory}: {drive.device}, {drive.file_system}, {access}, aligned to {drive.alignment_bytes:,} "
-        f"bytes, blocks of {mib(drive.block_bytes)}"
+        f"bytes, blocks of {format_bytes(drive.block_bytes)}"
     )
     table = figure_table(escape(title), "", "rate", "p50 a block", "p99 a block")
     for name, flow in drive.flows.items():
@@ -272,7 +273,7 @@ def _print_drive(console: Console, drive: DriveFigures) -> None:
         table.add_row("first write", _rate(drive.first_write_bytes_per_s), "", "")
     if steps := drive.sustained_bytes_per_s:
         table.add_row("sustained write", _range(steps), "", "")
-        found = "no knee" if drive.knee_bytes is None else f"after {mib(drive.knee_bytes)}"
+        found = "no knee" if drive.knee_bytes is None else f"after {format_bytes(drive.knee_bytes)}"
         table.add_row("write cache ends", found, "", "")
     if drive.io_threads is not None:
         trials = []
@@ -306,7 +307,7 @@ def _print_links(console: Console, links: LinkFigures) -> None:
     if links.fp8_matmul_flops_per_s is not None:
         table.add_row("fp8 product", f"{links.fp8_matmul_flops_per_s / 1e9:,.0f} GFLOP/s", "")
     if links.locked_bytes is not None:
-        table.add_row("RAM that can be pinned", mib(links.locked_bytes), "")
+        table.add_row("RAM that can be pinned", format_bytes(links.locked_bytes), "")
     _print(console, table, links.notes, links.flags)
 
 

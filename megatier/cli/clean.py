@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatier.byte_counts import format_bytes
 from megatier.checkpoint.run_directory import find_killed_runs
 from megatier.drives.leftovers import Leftover, find_leftovers
-from megatier.errors import mib
 from megatier.foreign import printable
 from megatier.report.console import say
 from megatier.report.metrics import format_seconds
@@ -52,7 +52,7 @@ def _line(leftover: Leftover, *, removed: bool) -> str:
         return f"{leftover.path}: stays, {leftover.stays}"
 
     age = format_seconds(leftover.age_s)
-    size = mib(leftover.num_bytes)
+    size = format_bytes(leftover.num_bytes)
 
     # The note is a file, in which anything may stand.
     note = leftover.note
@@ -66,7 +66,7 @@ def _summary(directories: Sequence[Path], found: Sequence[Leftover], *, removed:
     if not found:
         return "No killed run left block files here."
 
-    size = mib(sum(leftover.num_bytes for leftover in found))
+    size = format_bytes(sum(leftover.num_bytes for leftover in found))
     if removed:
         return f"{size} removed."
     # Quoted as a shell takes it, so that the line can be copied.

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatier.byte_counts import format_bytes
 from megatier.cli.output import print_json
 from megatier.config import file as config_file
 from megatier.config import text as config_text
 from megatier.config.schema import CONFIG_SECTIONS, RunConfig
-from megatier.errors import mib
 from megatier.hardware import cores_usable, default_budgets, device_for, gpus
 from megatier.measure.probe import cached_rates, io_threads
 
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     # Budgets are plain numbers of bytes, so a remark says them in a unit that one can read.
     remarks = {name: DEFAULT for name in names if name not in given} | dict.fromkeys(of_machine, MACHINE)
     for name in of_machine.keys() & {"tiers.gpu", "tiers.ram"}:
-        remarks[name] += f", {mib(sections['tiers'][name.removeprefix('tiers.')])}"
+        remarks[name] += f", {format_bytes(sections['tiers'][name.removeprefix('tiers.')])}"
 
     print(CONFIG_HEADER + config_text.write(sections, names, remarks), end="")
     return 0

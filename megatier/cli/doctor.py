@@ -25,9 +25,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatier import hardware
+from megatier.byte_counts import format_bytes
 from megatier.cli.output import print_json
 from megatier.config.values import MountBudget, parse_mount
-from megatier.errors import mib
 from megatier.state import ADAMW_BF16
 
 PAGE_BYTES = 4096
@@ -212,9 +212,9 @@ def _cuda(gpus: Sequence[hardware.Gpu]) -> Iterator[Check]:
 
     links = hardware.pcie_links()
     for gpu in gpus:
-        yield _ok("GPU", f"{gpu.name}, {mib(gpu.free_bytes)} free of {mib(gpu.total_bytes)}")
+        yield _ok("GPU", f"{gpu.name}, {format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}")
         if gpu.is_unified:
-            what = f"unified: RAM and GPU memory are one of {mib(hardware.ram_total_bytes())}"
+            what = f"unified: RAM and GPU memory are one of {format_bytes(hardware.ram_total_bytes())}"
             yield _warn("GPU memory", what, f"tiers.gpu and tiers.ram are parts of it. {UNTRIED}")
         elif gpu.is_coherent:
             yield _warn("GPU link", "NVLink-C2C: `megatier bench` measures its rate", UNTRIED)
@@ -308,7 +308,9 @@ def _kvikio(mounts: Sequence[MountBudget]) -> Check:
 def _ram() -> Check:
     available = hardware.ram_available_bytes()
     limit = hardware.ram_limit_bytes()
-    found = f"{mib(available)} available, " + ("no cgroup limit" if limit is None else f"cgroup limit {mib(limit)}")
+    found = f"{format_bytes(available)} available, " + (
+        "no cgroup limit" if limit is None else f"cgroup limit {format_bytes(limit)}"
+    )
     if available >= LOW_RAM_BYTES:
         return _ok("RAM", found)
     return _warn("RAM", found, "Set tiers.ram to less, and give tiers.nvme a mount for the rest.")
@@ -323,13 +325,15 @@ def _page_lock() -> Check:
     limit = locked_limit()
     if limit is None:
         return _ok("pinned RAM", "no limit met")
-    return _warn("pinned RAM", mib(limit), f"The rest of tiers.ram goes through rings, which is slower. {PIN_REMEDY}")
+    return _warn(
+        "pinned RAM", format_bytes(limit), f"The rest of tiers.ram goes through rings, which is slower. {PIN_REMEDY}"
+    )
 
 
 def _memlock() -> Check:
     # Told for those who look for it, and never warned of: without a GPU nothing is pinned.
     limit = hardware.memlock_limit_bytes()
-    return _ok("memlock", "no limit" if limit is None else f"{mib(limit)}; only a GPU needs pinned RAM")
+    return _ok("memlock", "no limit" if limit is None else f"{format_bytes(limit)}; only a GPU needs pinned RAM")
 
 
 def _huge_pages() -> Check:
@@ -359,9 +363,11 @@ def _drive(given: MountBudget) -> Iterator[Check]:
         yield _ok("file system", found)
 
     # A mount without a size takes what is free, so any amount is enough for it.
-    found = f"{directory}: {mib(mount.free_bytes)} of {mib(mount.total_bytes)} on {mount.directory}"
+    found = f"{directory}: {format_bytes(mount.free_bytes)} of {format_bytes(mount.total_bytes)} on {mount.directory}"
     if mount.free_bytes < (given.num_bytes or 0):
-        remedy = f"Less than the {mib(given.num_bytes or 0)} given. Free space, or give less: {directory}:SIZE."
+        remedy = (
+            f"Less than the {format_bytes(given.num_bytes or 0)} given. Free space, or give less: {directory}:SIZE."
+        )
         yield _fail("free space", found, remedy)
     elif mount.free_bytes < LOW_DISK_BYTES:
         remedy = (

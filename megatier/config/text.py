@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
+from megatier.byte_counts import UNITS
 from megatier.config.schema import CONFIG_SECTIONS
 from megatier.config.section import hints, types_of
 from megatier.config.values import ByteCount
-from megatier.errors import UNITS
 
 INDENT = "  "
 

@@ -19,8 +19,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from megatier.byte_counts import format_bytes
 from megatier.data.formats import Format, describe_format
-from megatier.errors import DataError, FileChangedError, mib
+from megatier.errors import DataError, FileChangedError
 from megatier.files import FileVersion, open_regular
 
 DECOMPRESSED_BYTES = 1 << 20
@@ -217,6 +218,6 @@ def _check_size(path: Path, num_bytes: int) -> None:
     """
     if num_bytes > DOCUMENT_BYTES_MAX:
         raise DataError(
-            f"{path} holds more than {mib(DOCUMENT_BYTES_MAX)} in one document, which is whole in RAM. Split it into "
-            "several files, or make a line of JSON for each document."
+            f"{path} holds more than {format_bytes(DOCUMENT_BYTES_MAX)} in one document, which is whole in RAM. Split "
+            "it into several files, or make a line of JSON for each document."
         )

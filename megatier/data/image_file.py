@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatier.errors import DataError, mib
+from megatier.byte_counts import format_bytes
+from megatier.errors import DataError
 from megatier.files import open_regular
 from megatier.foreign import printable, reading, reason_of
 
@@ -99,8 +100,8 @@ def check_size(num_bytes: int, place: str) -> None:
     """
     if num_bytes > BYTES_MAX:
         raise DataError(
-            f"{place}: the files of its images have more than {mib(BYTES_MAX)}. Scale them down, or leave the record "
-            "out."
+            f"{place}: the files of its images have more than {format_bytes(BYTES_MAX)}. Scale them down, or leave the "
+            "record out."
         )
 
 

@@ -22,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatier.byte_counts import format_bytes
 from megatier.drives.blockfile import BlockFiles
 from megatier.drives.extent import Extent, Stripe, zero_checksums
 from megatier.drives.io_engine import REQUEST_BYTES
-from megatier.errors import ConfigError, IntegrityError, TransferError, mib
+from megatier.errors import ConfigError, IntegrityError, TransferError
 from megatier.hardware import nvidia_fs_is_loaded
 
 PROBE_BYTES = 1 << 20
@@ -48,12 +49,12 @@ class IoPath:
 
     def __str__(self) -> str:
         """Return a description for people."""
-        posix = mib(self.posix_bytes)
+        posix = format_bytes(self.posix_bytes)
         if not self.gds_bytes:
             return f"kvikio in compatibility mode ({posix})"
 
         doubt = "" if self.has_nvidia_fs else "; nvidia-fs is not loaded: peer-to-peer, or cuFile's own fallback"
-        gds = mib(self.gds_bytes)
+        gds = format_bytes(self.gds_bytes)
         return f"kvikio GDS ({gds}; {posix} in compatibility mode{doubt})"
 
 

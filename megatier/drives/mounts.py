@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from megatier.byte_counts import format_bytes
 from megatier.config.values import MountBudget
 from megatier.durable import free_bytes, total_bytes
-from megatier.errors import ConfigError, TransferError, mib
+from megatier.errors import ConfigError, TransferError
 from megatier.hardware import mount_of
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
 
@@ -245,8 +246,8 @@ def budget_bytes(mount: MountBudget, left_bytes: int = 0) -> int:
     if mount.num_bytes is not None:
         if mount.num_bytes > (total := total_bytes(mount.directory)):
             raise ConfigError(
-                f"tiers.nvme gives {mount.directory} {mib(mount.num_bytes)}, but its drive has {mib(total)} in "
-                "all. Lower the budget, or leave it out for what is free."
+                f"tiers.nvme gives {mount.directory} {format_bytes(mount.num_bytes)}, but its drive has "
+                f"{format_bytes(total)} in all. Lower the budget, or leave it out for what is free."
             )
         return mount.num_bytes
     if not (budget := (free_bytes(mount.directory) + left_bytes) * 9 // 10):

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from megatier.errors import SharedMemoryError, mib
+from megatier.byte_counts import format_bytes
+from megatier.errors import SharedMemoryError
 
 FOLDER = Path("/dev/shm")
 """Where torch puts shared memory, and Python the locks of its queues."""
@@ -91,7 +92,7 @@ def _module_of(error: BaseException) -> str | None:
 
 def _room() -> str:
     """Return how much shared memory there is, in words."""
-    total, free = map(mib, _sizes())
+    total, free = map(format_bytes, _sizes())
     return f"{total}, {free} free"
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from megatier.errors import StreamedModelError, mib
+from megatier.byte_counts import format_bytes
+from megatier.errors import StreamedModelError
 from megatier.integrations.stream_steps import StreamedSteps
 from megatier.patch import patched
 from megatier.schedule.lent_room import LentRoom
@@ -128,13 +129,13 @@ class StreamedGeneration(StreamedSteps):
         if self._has_logged or self.rank > 0:
             return
         self._has_logged = True
-        held = mib(self._resident.num_bytes)
+        held = format_bytes(self._resident.num_bytes)
         if self._is_lending:
-            state = mib(self._session.store.loan.num_bytes)
+            state = format_bytes(self._session.store.loan.num_bytes)
             where = f"in memory that training lends. Its state there, {state}, lies in RAM meanwhile"
         else:
             where = "beside the memory of training"
-        left = mib(self._resident.left_bytes)
+        left = format_bytes(self._resident.left_bytes)
         _LOG.info(
             "generation: all weights are held on the GPU, so a token moves none: %s %s. For keys and values, and for "
             "the forward itself, %s are left.",

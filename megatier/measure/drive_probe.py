@@ -11,10 +11,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from megatier.byte_counts import format_bytes_up
 from megatier.config.values import MountBudget
 from megatier.drives.blockfile import IoOptions
 from megatier.drives.mounts import check_directory
-from megatier.errors import CapacityError, ConfigError, at_least
+from megatier.errors import CapacityError, ConfigError
 from megatier.hardware import mount_of
 from megatier.measure.block_device import block_device
 from megatier.measure.drive_traffic import (
@@ -134,7 +135,9 @@ def check_mount(mount: MountBudget) -> int:
     check_directory(directory, "--nvme")
     least = BLOCKS_MIN * IoOptions().granule_bytes
     if num_bytes < least:
-        raise ConfigError(f"--nvme: {at_least(num_bytes)} on {directory} is too small; give {at_least(least)} or more.")
+        raise ConfigError(
+            f"--nvme: {format_bytes_up(num_bytes)} on {directory} is too small; give {format_bytes_up(least)} or more."
+        )
 
     # f_bavail, not f_bfree, which counts the blocks that file systems keep for root as well.
     disk = os.statvfs(directory)
@@ -291,8 +294,8 @@ def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
     if not figures.is_direct:
         notes.append("no O_DIRECT here: measured through the page cache, read once after it was dropped")
     if figures.block_bytes < BLOCK_BYTES:
-        least = at_least(BLOCKS_MIN * BLOCK_BYTES)
-        notes.append(f"blocks smaller than the store's, {at_least(BLOCK_BYTES)}: give {least} or more")
+        least = format_bytes_up(BLOCKS_MIN * BLOCK_BYTES)
+        notes.append(f"blocks smaller than the store's, {format_bytes_up(BLOCK_BYTES)}: give {least} or more")
     logical = figures.logical_block_bytes or 0
     if logical > PAGE_BYTES:
         notes.append(f"the device wants transfers of {logical} bytes; the store's may be smaller")

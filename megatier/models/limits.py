@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PretrainedConfig, PreTrainedModel
 
-from megatier.errors import UnsupportedModelError, mib
+from megatier.byte_counts import format_bytes
+from megatier.errors import UnsupportedModelError
 from megatier.foreign import printable
 
 LAYERS_MAX = 4096
@@ -145,6 +146,6 @@ class _Count:
             self._buffer_bytes += buffer.nbytes
         if self._buffer_bytes > BUFFER_BYTES_MAX:
             raise UnsupportedModelError(
-                f"the model's buffers take more than {mib(BUFFER_BYTES_MAX)} of RAM. Lower max_position_embeddings, or "
-                "what it is called in this config."
+                f"the model's buffers take more than {format_bytes(BUFFER_BYTES_MAX)} of RAM. Lower "
+                "max_position_embeddings, or what it is called in this config."
             )

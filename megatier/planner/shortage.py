@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatier.errors import ConfigError, PlanError, UnsupportedModelError, mib
+from megatier.byte_counts import format_bytes
+from megatier.errors import ConfigError, PlanError, UnsupportedModelError
 from megatier.optimizers import MOMENT_FORMATS
 from megatier.setup.setup import Setup
 from megatier.tier import Tier
@@ -112,7 +113,7 @@ def _least_machine(setup: Setup, place: Place) -> str:
                 Tier.RAM: "RAM",
                 Tier.NVME: "NVMe",
             }
-            return " and ".join(f"{mib(size)} more {names[tier]}" for tier, size in more.items())
+            return " and ".join(f"{format_bytes(size)} more {names[tier]}" for tier, size in more.items())
     return ""
 
 

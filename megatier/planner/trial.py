@@ -13,8 +13,9 @@ from typing import Self
 
 from transformers import PreTrainedModel
 
+from megatier.byte_counts import format_bytes
 from megatier.config.schema import RunConfig
-from megatier.errors import LESS_ACTIVATIONS, PlanError, mib
+from megatier.errors import LESS_ACTIVATIONS, PlanError
 from megatier.forecast.forecast import Forecast, forecast, least_step_seconds
 from megatier.forecast.jobs import ComputeSeconds
 from megatier.models.decoder import Unit
@@ -83,7 +84,7 @@ class Trial:
         arena = placement.state_bytes.get(Tier.GPU, 0) + placement.other_bytes.get(Tier.GPU, 0)
         if self.gpu_bytes is not None and arena + self.activations.peak > self.gpu_bytes:
             raise PlanError(
-                f"GPU memory for activations, next to {mib(arena)} of slots and state",
+                f"GPU memory for activations, next to {format_bytes(arena)} of slots and state",
                 round(self.activations.peak),
                 max(0, round(self.gpu_bytes) - arena),
                 f"This is an estimate. {LESS_ACTIVATIONS}",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
-from megatier.errors import UNITS
+from megatier.byte_counts import UNITS
 from megatier.report.html import CELL_MAX, NUM_TONES, legend
 from megatier.report.svg import Point, plain, text, ticks
 

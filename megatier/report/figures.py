@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatier.errors import mib
+from megatier.byte_counts import format_bytes
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.placement import Placement
 from megatier.tier import Kind, Tier
@@ -19,10 +19,9 @@ STALLED_MIN = 0.02
 
 def unified_memory(unified_bytes: float, budgets: Budgets, placement: Placement) -> str:
     """Return what a run has to know of its budgets where GPU memory and RAM are one memory, in words."""
-    taken = mib(budgets.gpu + budgets.ram)
-    words = (
-        f"GPU memory and RAM are one memory of {mib(round(unified_bytes))}: tiers.gpu and tiers.ram take {taken} of it."
-    )
+    taken = format_bytes(budgets.gpu + budgets.ram)
+    whole = format_bytes(unified_bytes)
+    words = f"GPU memory and RAM are one memory of {whole}: tiers.gpu and tiers.ram take {taken} of it."
 
     # The GPU could read RAM in place, but a unit is bound to its slot.
     if any(kind is Kind.WEIGHT and home is Tier.RAM for (_, kind), home in placement.homes.items()):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Self
 
-from megatier.errors import REMEDIES, ConfigError, mib
+from megatier.errors import REMEDIES, ConfigError
 from megatier.files import open_regular, read_regular, replace_file
 
 OTHER_DIRECTORY = "Set output.directory to a directory of yours."
@@ -146,11 +146,6 @@ def format_count(number: float) -> str:
         # Two decimals beside three digits would be more than anyone reads.
         return f"{count:.3g}{suffix}" if number >= 100 * scale else f"{count:.2f}{suffix}"
     return f"{number:.0f}"
-
-
-def format_size(num_bytes: float) -> str:
-    """Return bytes, which medians and means may leave with a fraction."""
-    return mib(round(num_bytes))
 
 
 def format_share(part: float, whole: float) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from megatier.errors import mib
+from megatier.byte_counts import format_bytes
 from megatier.report import chart
 from megatier.report.chart import Line, Mark, Scale
 from megatier.report.history import RunStart
 from megatier.report.html import note, row, table
-from megatier.report.metrics import format_seconds, format_share, format_size
+from megatier.report.metrics import format_seconds, format_share
 from megatier.report.recorded_run import (
     NO_STEP,
     OLDER,
@@ -108,7 +108,7 @@ def _tiers(opening: RunStart) -> str:
     """Return a table of how full the tiers are."""
     rows = []
     for tier in opening.tiers:
-        sizes = map(mib, (tier.state_bytes, tier.other_bytes, tier.budget_bytes))
+        sizes = map(format_bytes, (tier.state_bytes, tier.other_bytes, tier.budget_bytes))
 
         # All of it is reserved at the start, whether it is in use or not.
         used_bytes = tier.state_bytes + tier.other_bytes
@@ -141,7 +141,7 @@ def draw_moves(run: RecordedRun) -> str:
             continue
         of_queue = amount_of(lambda step: step.moved_bytes, queue)
         step_bytes = median(map(of_queue, run.steady))
-        sizes = map(format_size, (step_bytes, moved_bytes, demanded_bytes))
+        sizes = map(format_bytes, (step_bytes, moved_bytes, demanded_bytes))
 
         # To the byte: a rounded size would hide a small difference, which is a fault as well.
         excess_bytes = moved_bytes - demanded_bytes

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import median
 
+from megatier.byte_counts import format_bytes
 from megatier.report.history import Expected
 from megatier.report.html import note, table
-from megatier.report.metrics import format_range, format_seconds, format_size
+from megatier.report.metrics import format_range, format_seconds
 from megatier.report.picture import in_row_order
 from megatier.report.recorded_run import NO_STEP, OLDER, RecordedRun, amount_of
 from megatier.tier import QUEUES
@@ -57,7 +58,7 @@ def _planned(run: RecordedRun, expected: Expected) -> Iterator[tuple[str, str, s
         if moved := expected.moved_bytes.get(queue):
             of_queue = amount_of(lambda step: step.moved_bytes, queue)
             measured = median(map(of_queue, run.steady))
-            yield _compared(f"{queue} moves", moved, measured, format_size)
+            yield _compared(f"{queue} moves", moved, measured, format_bytes)
 
 
 def _compared(name: str, planned: float, measured: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:

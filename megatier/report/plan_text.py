@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from megatier.byte_counts import format_bytes
 from megatier.checkpoint.checkpoint_clock import every_seconds, format_about
-from megatier.errors import mib
 from megatier.report.figures import unified_memory
 from megatier.report.metrics import format_count, format_range, format_seconds, format_share
 from megatier.report.report import figure_table
@@ -46,7 +46,7 @@ def _bytes_table(plan: Plan) -> Table:
         # Each optimizer has kinds of state that others lack.
         if not any(sizes.values()):
             continue
-        table.add_row(name, *(mib(size) if size else "-" for size in sizes.values()))
+        table.add_row(name, *(format_bytes(size) if size else "-" for size in sizes.values()))
     return table
 
 
@@ -62,7 +62,7 @@ def _time_table(plan: Plan) -> Table:
             continue
         # Compute and updates move nothing.
         moved = made.moved_bytes.get(lane, 0)
-        moves = mib(round(moved)) if moved else "-"
+        moves = format_bytes(moved) if moved else "-"
         busy = made.busy_seconds[lane]
         table.add_row(lane, moves, format_seconds(alone), format_seconds(busy), format_share(busy, made.seconds))
     return table
@@ -102,8 +102,8 @@ def write_sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
     yield from _lent(plan)
     if plan.in_place_bytes:
         yield (
-            f"{mib(plan.in_place_bytes)} of the base are read from the model's own files. They take no room in "
-            "tiers.nvme, and are never written."
+            f"{format_bytes(plan.in_place_bytes)} of the base are read from the model's own files. They take no room "
+            "in tiers.nvme, and are never written."
         )
     if plan.placement.streamed:
         yield f"{len(plan.placement.streamed)} units stream their state through the GPU."
@@ -116,7 +116,7 @@ def write_sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
     yield from _saves(plan, taken)
     if plan.written_bytes_per_step:
         written = plan.written_bytes_per_step
-        size = mib(round(written))
+        size = format_bytes(written)
         whole = "" if steps is None else f" and {written * steps / 1e12:,.3g} TB in the run"
         day = f"{plan.written_bytes_per_day / 1e12:,.3g} TB a day"
         yield f"A step writes {size} to NVMe, which is {day}{whole}. Compare it with the TBW of the drive."
@@ -126,13 +126,13 @@ def _gpu_memory(plan: Plan) -> Iterator[str]:
     """Yield sentences about what the GPU holds beside the budget, and whether its memory is RAM."""
     if plan.unified_bytes is not None:
         yield unified_memory(plan.unified_bytes, plan.budgets, plan.placement)
-    peak = mib(round(plan.activations.peak))
+    peak = format_bytes(plan.activations.peak)
     yield f"Activations, loss and libraries take about {peak} of GPU memory besides tiers.gpu."
     yield from _images(plan)
     if plan.mask_bytes:
         yield (
-            f"Of this the mask that keeps documents apart takes {mib(plan.mask_bytes)} or more, and attention computes "
-            "what it masks too. With model.attention flex_attention masked blocks are skipped."
+            f"Of this the mask that keeps documents apart takes {format_bytes(plan.mask_bytes)} or more, and attention "
+            "computes what it masks too. With model.attention flex_attention masked blocks are skipped."
         )
 
 
@@ -142,8 +142,8 @@ def _images(plan: Plan) -> Iterator[str]:
         yield f"Images are not counted: {plan.images_missing}"
     if not plan.pixel_bytes:
         return
-    tower = mib(plan.tower_bytes.saved)
-    pixels, ahead = (mib(plan.pixel_bytes[tier]) for tier in (Tier.GPU, Tier.RAM))
+    tower = format_bytes(plan.tower_bytes.saved)
+    pixels, ahead = (format_bytes(plan.pixel_bytes[tier]) for tier in (Tier.GPU, Tier.RAM))
     yield (
         f"Of this vision towers save {tower}, and pixels take {pixels}. RAM holds {ahead} of pixels besides tiers.ram. "
         f"A step has {plan.images:,.3g} images, if all conversations are like the first ones."
@@ -155,18 +155,18 @@ def _lent(plan: Plan) -> Iterator[str]:
     room = plan.lent_room
     if room is None:
         return
-    weights = mib(room.weight_bytes)
+    weights = format_bytes(room.weight_bytes)
     if room.left_bytes < 0:
-        missing = mib(-room.left_bytes)
+        missing = format_bytes(-room.left_bytes)
         yield (
             f"A loop that generates text, such as GRPO, would need {missing} more of GPU memory to hold all weights "
             f"({weights})."
         )
         return
-    meanwhile = f", while {mib(room.state_bytes)} of state wait in RAM" if room.state_bytes else ""
+    meanwhile = f", while {format_bytes(room.state_bytes)} of state wait in RAM" if room.state_bytes else ""
     yield (
-        f"A loop that generates text in lent memory, such as GRPO, has {mib(room.left_bytes)} of the GPU for keys and "
-        f"values, beside {weights} of weights{meanwhile}."
+        f"A loop that generates text in lent memory, such as GRPO, has {format_bytes(room.left_bytes)} of the GPU for "
+        f"keys and values, beside {weights} of weights{meanwhile}."
     )
 
 
@@ -179,22 +179,19 @@ def _compiling(plan: Plan) -> Iterator[str]:
 
 def _saves(plan: Plan, taken: str) -> Iterator[str]:
     """Yield sentences about what the run saves, and the room that it takes."""
-    yield f"A checkpoint takes {mib(plan.space.checkpoint_bytes)}{_writing(plan)}."
+    yield f"A checkpoint takes {format_bytes(plan.space.checkpoint_bytes)}{_writing(plan)}."
     if taken:
         yield taken
 
     if plan.generation_bytes:
-        sizes = []
-        for use, size in plan.generation_bytes.items():
-            generations, _, what = use.partition(": ")
-            sizes.append(f"{mib(size)} with {generations} ({what})")
-        yield f"The run takes on NVMe, by tiers.generations: {', '.join(sizes)}."
+        sizes = [f"{format_bytes(size)} ({use})" for use, size in plan.generation_bytes.items()]
+        yield f"By tiers.generations, NVMe holds {', '.join(sizes)}."
 
         # No drive is known to say how long.
         words = ""
         if plan.savepoint_seconds is not None:
             words = f" in {format_seconds(plan.savepoint_seconds)}"
-        yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}; the rest stays where it is on NVMe."
+        yield f"A savepoint writes {format_bytes(plan.savepoint_bytes)}{words}; the rest stays where it is on NVMe."
 
 
 def _bound(plan: Plan) -> str:
@@ -279,7 +276,7 @@ def _spilled_gradients(count: int, plan: Plan) -> str:
         words = "Sums of groups"
         remedy = "and so does train.groups 1; fewer groups make it less."
 
-    size = mib(plan.spilled_gradient_bytes)
+    size = format_bytes(plan.spilled_gradient_bytes)
     return (
         f"{words} of {count} units lie on NVMe, because RAM is too short for them. For this a step writes {size} more, "
         f"and reads as much. More tiers.ram avoids it, {remedy}"

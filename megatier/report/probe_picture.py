@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatier.errors import mib
+from megatier.byte_counts import format_bytes
 from megatier.measure.drive_probe import DriveFigures
 from megatier.measure.drive_traffic import SUSTAINED_STEP_BYTES
 from megatier.measure.link_probe import LinkFigures
@@ -92,7 +92,9 @@ def draw(drives: Sequence[DriveFigures], links: LinkFigures, title: str) -> str:
 
 def _heading(drive: DriveFigures) -> str:
     access = "O_DIRECT" if drive.is_direct else "page cache"
-    return f"{drive.directory}: {drive.device}, {drive.file_system}, {access}, blocks of {mib(drive.block_bytes)}"
+    return (
+        f"{drive.directory}: {drive.device}, {drive.file_system}, {access}, blocks of {format_bytes(drive.block_bytes)}"
+    )
 
 
 def _drive_bars(drive: DriveFigures) -> list[Bar]:
@@ -207,7 +209,7 @@ def _curve(drive: DriveFigures, y: float) -> Iterator[str]:
 
     knee = "no knee"
     if drive.knee_bytes is not None:
-        knee = f"write cache ends after {mib(drive.knee_bytes)}"
+        knee = f"write cache ends after {format_bytes(drive.knee_bytes)}"
         x = LEFT + PLOT * drive.knee_bytes / (1 << 30) / total_gib
         yield f'<path d="M{x:.1f} {top:g}V{bottom:g}" stroke="{FLAG}" stroke-dasharray="4 3"/>'
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 
+from megatier.byte_counts import format_bytes
 from megatier.report.html import note, table
-from megatier.report.metrics import format_seconds, format_share, format_size
+from megatier.report.metrics import format_seconds, format_share
 from megatier.report.picture import in_row_order
 from megatier.report.recorded_run import Amounts, RecordedRun, behind_of, by_rank, totals_of
 
@@ -35,7 +36,7 @@ def make_rank_tables(run: RecordedRun) -> str:
         + note(words)
         + _by_rank(run, "waited for", lambda work: work.stall_seconds, format_seconds)
         + _by_rank(run, "busy", lambda work: work.busy_seconds, format_seconds)
-        + _by_rank(run, "moved", lambda work: work.moved_bytes, format_size)
+        + _by_rank(run, "moved", lambda work: work.moved_bytes, format_bytes)
     )
 
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from megatier.errors import mib
+from megatier.byte_counts import format_bytes
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.panel import WIDTH, Course, draw_panel, images_a_second, tokens_a_second
@@ -222,7 +222,13 @@ def print_placement(console: Console, tiers: Sequence[TierState], num_ranks: int
         if tier is whole:
             table.add_section()
         share = format_share(tier.state_bytes, total)
-        table.add_row(tier.tier, mib(tier.state_bytes), share, mib(tier.other_bytes), mib(tier.budget_bytes))
+        table.add_row(
+            tier.tier,
+            format_bytes(tier.state_bytes),
+            share,
+            format_bytes(tier.other_bytes),
+            format_bytes(tier.budget_bytes),
+        )
     console.print(table)
 
 

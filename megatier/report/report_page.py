@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatier.byte_counts import format_bytes
 from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
@@ -20,7 +21,7 @@ from megatier.errors import ConfigError
 from megatier.report import headline, over_steps, picture, placement_map
 from megatier.report.history import History, Saved, read_history
 from megatier.report.html import cards, details, note, page, row, section, table
-from megatier.report.metrics import format_seconds, format_size
+from megatier.report.metrics import format_seconds
 from megatier.report.plan_table import make_plan_table
 from megatier.report.rank_tables import make_rank_tables
 from megatier.report.recorded_run import NO_STEP, OLDER, RecordedRun
@@ -116,7 +117,7 @@ def _saved_table(saved: Sequence[Saved], what: str, folder: Path) -> str:
     kept = {parse_step(path) for path in checkpoints(folder)}
     rows = []
     for made in saved[-SAVED_SHOWN:]:
-        written = format_size(made.num_bytes)
+        written = format_bytes(made.num_bytes)
         took = format_seconds(made.seconds)
         waited = format_seconds(made.paused_seconds)
         still_there = "yes" if made.step in kept else "no"

@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 
 from megatier.adapters.adapter_folder import export_trained
 from megatier.adapters.lora import adapter_config
-from megatier.errors import (
-    mib,
-)
+from megatier.byte_counts import format_bytes
 from megatier.models.decoder import Unit
 from megatier.models.export import Tokens
 from megatier.report.console import say
@@ -52,4 +50,4 @@ def write_model(
     if adapter_config(model) is not None:
         what = "adapter"
         dtype = "fp32"
-    say(console, f"{what} written to {folder} ({mib(num_bytes)}, {dtype})")
+    say(console, f"{what} written to {folder} ({format_bytes(num_bytes)}, {dtype})")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from megatier.byte_counts import format_bytes
 from megatier.checkpoint.checkpoint import checkpoint_bytes
 from megatier.checkpoint.checkpoint_clock import (
     SHARE,
@@ -22,7 +23,6 @@ from megatier.checkpoint.drive_space import DriveSpace
 from megatier.checkpoint.run_directory import SAVEPOINT_FOLDER
 from megatier.checkpoint.savepoint import check_savepoint_room
 from megatier.config.output_section import OutputConfig
-from megatier.errors import mib
 from megatier.forecast.forecast import Forecast
 from megatier.planner.plan import checkpoint_seconds, pause_seconds
 from megatier.session.session import Session
@@ -79,8 +79,8 @@ class SavePlan:
         # No setting asks for these checkpoints, so a full drive only leaves them out.
         if not self.num_kept:
             export = " and the export" if self.output.export else ""
-            needed = mib(self.space.needed_bytes(1))
-            free = mib(self.space.free_bytes)
+            needed = format_bytes(self.space.needed_bytes(1))
+            free = format_bytes(self.space.free_bytes)
             return (
                 f"No checkpoint is written: {self.space.directory} has {free} free, and two of them{export} take "
                 f"{needed}. A kill loses everything that is trained from here on. Name an output.directory with more "
@@ -92,8 +92,8 @@ class SavePlan:
         every = format_about(every_seconds(self.cost_s))
         best = ", and that of the lowest held-out loss" if self.output.load_best_model_at_end else ""
         return (
-            f"A checkpoint ({mib(self.space.checkpoint_bytes)}) is written after about {first}, then about every "
-            f"{every}, for {SHARE * 100:.0f} % of the run's time at most. {last} kept{best}. "
+            f"A checkpoint ({format_bytes(self.space.checkpoint_bytes)}) is written after about {first}, then about "
+            f"every {every}, for {SHARE * 100:.0f} % of the run's time at most. {last} kept{best}. "
             "output.checkpoint_every: 0 turns this off."
         )
 

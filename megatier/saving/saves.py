@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatier.byte_counts import format_bytes
 from megatier.checkpoint.best import Best
 from megatier.checkpoint.checkpoint import prune, remove
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
@@ -22,7 +23,7 @@ from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDE
 from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.config.schema import RunConfig
-from megatier.errors import CapacityError, MegatierError, StallError, TransferError, mib
+from megatier.errors import CapacityError, MegatierError, StallError, TransferError
 from megatier.report.metrics import format_seconds
 from megatier.saving.save_plan import SavePlan
 from megatier.session.session import Session
@@ -210,8 +211,8 @@ class Saves:
         self.finish_checkpoint(say)
         self._clock.note_begin()
         if not self._all_ranks.broadcast(lambda: self._space.takes_another(self._num_kept)):
-            free = mib(self._space.free_bytes)
-            size = mib(self._space.checkpoint_bytes)
+            free = format_bytes(self._space.free_bytes)
+            size = format_bytes(self._space.checkpoint_bytes)
             say(f"step {step}: no checkpoint: {self._folder} takes {size} and has {free} free; tried again later")
             return
 
@@ -255,7 +256,7 @@ class Saves:
         if self._clock is not None:
             self._clock.note_end(self._between_steps_s, writer.seconds)
         paused = self._between_steps_s + self._within_steps_s
-        size = mib(writer.num_bytes)
+        size = format_bytes(writer.num_bytes)
         seconds = format_seconds(writer.seconds)
         waited = format_seconds(paused)
         say(f"step {writer.step}: checkpoint written ({size} in {seconds}; training waited {waited})")
@@ -336,7 +337,7 @@ class Saves:
 
         # The drain is no part of the next step, as with a checkpoint.
         self._session.player.take_events()
-        say(f"step {step}: savepoint ({mib(num_bytes)} written, {format_seconds(seconds)})")
+        say(f"step {step}: savepoint ({format_bytes(num_bytes)} written, {format_seconds(seconds)})")
         self._record(
             {
                 "step": step,

@@ -17,7 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatier.errors import PlanError, at_least
+from megatier.byte_counts import format_bytes_up
+from megatier.errors import PlanError
 from megatier.schedule.budgets import Budgets, host_ram
 from megatier.schedule.policy import Policy
 from megatier.schedule.sizes import block_bytes, grad_bytes, state_bytes, trained_units
@@ -287,7 +288,7 @@ def _spill_some(
     needed = host_ram(used + total_bytes(slots), policy)
     had = _host_ram_of(budgets, policy)
     other = ", or lower tiers.chunk" if policy.chunk_elements else ""
-    remedy = f"Raise tiers.ram to at least {at_least(needed)}{other}."
+    remedy = f"Raise tiers.ram to at least {format_bytes_up(needed)}{other}."
     raise PlanError("RAM slots for what comes from NVMe", needed, had, remedy, Tier.RAM)
 
 
@@ -377,14 +378,14 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
         other = ", set train.activations to recompute, or train on fewer tokens a step."
     elif policy.groups > 1:
         sums = sum(grad_bytes(spec, policy) for spec in waiting) * policy.num_host_ranks
-        what = f"gradients and activations in RAM, {at_least(sums)} of it for sums of groups,"
+        what = f"gradients and activations in RAM, {format_bytes_up(sums)} of it for sums of groups,"
         other = ", let NVMe hold state (tiers.nvme, tiers.state), so that sums go there, or lower train.groups."
     elif policy.deferred and policy.num_ranks == 1:
         other = ", or set train.clip to null and numerics.guard to false."
 
     needed = host_ram(used, policy)
     had = _host_ram_of(budgets, policy)
-    remedy = f"Raise tiers.ram to at least {at_least(needed)}{other}"
+    remedy = f"Raise tiers.ram to at least {format_bytes_up(needed)}{other}"
     return PlanError(what, needed, had, remedy, Tier.RAM)
 
 
@@ -395,7 +396,7 @@ def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budg
     if Tier.RAM in policy.state:
         needed = host_ram(in_ram, policy)
         had = _host_ram_of(budgets, policy)
-        remedy = f"Raise tiers.ram to at least {at_least(needed)}{mount}"
+        remedy = f"Raise tiers.ram to at least {format_bytes_up(needed)}{mount}"
         return PlanError("state in RAM", needed, had, remedy, Tier.RAM)
 
     if Tier.NVME in policy.state:
@@ -403,5 +404,5 @@ def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budg
         return PlanError("state on NVMe", spilled * host, budgets.nvme * host, remedy, Tier.NVME)
 
     needed = sum(state_bytes(spec) + grad_bytes(spec, policy) for spec in units)
-    remedy = f"Raise tiers.gpu to at least {at_least(needed)}, or add ram to tiers.state."
+    remedy = f"Raise tiers.gpu to at least {format_bytes_up(needed)}, or add ram to tiers.state."
     return PlanError("state on the GPU", needed, budgets.gpu, remedy, Tier.GPU)

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatier.errors import PlanError, at_least
+from megatier.byte_counts import format_bytes_up
+from megatier.errors import PlanError
 from megatier.schedule.policy import Policy
 from megatier.schedule.sizes import (
     block_bytes,
@@ -104,7 +105,7 @@ def gpu_slots(
     needed = used + least_gpu_bytes(rest, policy)
     if needed > budget:
         what = f"{GPU_SLOTS} for the largest unit, {largest.name}"
-        remedy = f"Raise tiers.gpu to at least {at_least(needed)}."
+        remedy = f"Raise tiers.gpu to at least {format_bytes_up(needed)}."
         raise PlanError(what, needed, budget, remedy, Tier.GPU)
 
     weight_bytes = block_bytes(largest, Kind.WEIGHT)

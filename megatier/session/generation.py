@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from megatier.errors import mib
+from megatier.byte_counts import format_bytes
 from megatier.guards.prefix import is_cache
 from megatier.session.held import HeldWeights
 from megatier.session.session import Session
@@ -132,16 +132,16 @@ def _log(moved: Counter[str], held_bytes: int, *, is_alone: bool) -> None:
         GENERATION_LOG.info(
             "generation: all weights are resident on the GPU, so a token moves none. Its free memory holds those that "
             "are not at home there, %s, while a text is generated.",
-            mib(held_bytes),
+            format_bytes(held_bytes),
         )
         return
     remedy = (
-        f"Its free memory holds {mib(held_bytes)} more; a smaller batch or a lower tiers.gpu leaves it more room, and "
-        "Streamed.lends_memory gives it that of training."
+        f"Its free memory holds {format_bytes(held_bytes)} more; a smaller batch or a lower tiers.gpu leaves it more "
+        "room, and Streamed.lends_memory gives it that of training."
     )
     GENERATION_LOG.warning(
         "generation streams: each token moves %s of weights to the GPU, and reads %s from drives. %s",
-        mib(to_gpu),
-        mib(sum(moved[queue] for queue in QUEUES_FROM_DRIVES)),
+        format_bytes(to_gpu),
+        format_bytes(sum(moved[queue] for queue in QUEUES_FROM_DRIVES)),
         remedy if is_alone else "Several ranks hold none, unless they lend memory (Streamed.lends_memory).",
     )

@@ -7,12 +7,13 @@ from typing import Self
 
 import torch
 
+from megatier.byte_counts import format_bytes
 from megatier.compute.fp8 import FP8_FROM
 from megatier.config.schema import ModelConfig, TiersConfig
 from megatier.config.values import MountBudget
 from megatier.drives.leftovers import left_bytes
 from megatier.drives.mounts import budget_bytes, rank_id
-from megatier.errors import ConfigError, mib
+from megatier.errors import ConfigError
 from megatier.hardware import (
     cpu_has_bf16,
     default_budgets,
@@ -234,15 +235,16 @@ def choose_budgets(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
     total_bytes = ram_total_bytes()
     if tiers.ram is not None and tiers.ram > total_bytes:
         raise ConfigError(
-            f"tiers.ram is {mib(tiers.ram)}, but this machine, or its container, has {mib(total_bytes)} of RAM. Lower "
-            "it, or leave it out for what is free."
+            f"tiers.ram is {format_bytes(tiers.ram)}, but this machine, or its container, has "
+            f"{format_bytes(total_bytes)} of RAM. Lower it, or leave it out for what is free."
         )
 
     # Without a GPU both budgets are RAM.
     if device.type == "cpu" and (tiers.gpu or 0) + (tiers.ram or 0) > total_bytes:
         raise ConfigError(
-            f"tiers.gpu is {mib(tiers.gpu or 0)}, and there is no GPU: RAM stands for it. With tiers.ram that is more "
-            f"than the {mib(total_bytes)} of RAM that this machine, or its container, has. Lower it, or leave it out."
+            f"tiers.gpu is {format_bytes(tiers.gpu or 0)}, and there is no GPU: RAM stands for it. With tiers.ram that "
+            f"is more than the {format_bytes(total_bytes)} of RAM that this machine, or its container, has. Lower it, "
+            "or leave it out."
         )
 
     if is_unified:
@@ -270,8 +272,8 @@ def check_unified(gpu_bytes: int, ram_bytes: int, unified_bytes: int) -> None:
     """
     if gpu_bytes + ram_bytes > unified_bytes:
         raise ConfigError(
-            f"tiers.gpu is {mib(gpu_bytes)} and tiers.ram is {mib(ram_bytes)}, but GPU memory and RAM are one memory "
-            f"of {mib(unified_bytes)} here. Lower tiers.ram, or leave one of the two out."
+            f"tiers.gpu is {format_bytes(gpu_bytes)} and tiers.ram is {format_bytes(ram_bytes)}, but GPU memory and "
+            f"RAM are one memory of {format_bytes(unified_bytes)} here. Lower tiers.ram, or leave one of the two out."
         )
 
 
@@ -284,8 +286,8 @@ def limit_gpu(limit_bytes: int | None) -> None:
     """
     if limit_bytes is not None and torch.cuda.get_device_properties(torch.cuda.current_device()).is_integrated:
         raise ConfigError(
-            f"tiers.gpu_limit is {mib(limit_bytes)}, but the memory of this GPU is RAM, where nobody can tell what a "
-            "program holds of the GPU. Leave it out: tiers.gpu bounds state and slots."
+            f"tiers.gpu_limit is {format_bytes(limit_bytes)}, but the memory of this GPU is RAM, where nobody can tell "
+            "what a program holds of the GPU. Leave it out: tiers.gpu bounds state and slots."
         )
 
     # torch limits only its own allocations, so the memory of others is taken off.
@@ -294,8 +296,8 @@ def limit_gpu(limit_bytes: int | None) -> None:
     share = 1.0 if limit_bytes is None else (limit_bytes - context_bytes) / total_bytes
     if share <= 0:
         raise ConfigError(
-            f"tiers.gpu_limit is {mib(limit_bytes or 0)}, but the GPU's driver and other programs hold "
-            f"{mib(context_bytes)} already; raise it."
+            f"tiers.gpu_limit is {format_bytes(limit_bytes or 0)}, but the GPU's driver and other programs hold "
+            f"{format_bytes(context_bytes)} already; raise it."
         )
 
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))

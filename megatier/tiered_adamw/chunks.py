@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatier.errors import PlanError, at_least
+from megatier.byte_counts import format_bytes_up
+from megatier.errors import PlanError
 from megatier.layout import ALIGN_ELEMENTS
 from megatier.state import StateSchema
 from megatier.tier import Kind, Tier, round_up
@@ -118,7 +119,10 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
         return _plan(whole, 0)
     if not nvme:
         raise PlanError(
-            "optimizer state in RAM", needed, ram, f"Raise ram to at least {at_least(needed)}, or name a drive in nvme."
+            "optimizer state in RAM",
+            needed,
+            ram,
+            f"Raise ram to at least {format_bytes_up(needed)}, or name a drive in nvme.",
         )
 
     # Slots have the size of the largest chunk and come out of the RAM budget, so with little RAM chunks are smaller.
@@ -131,7 +135,7 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
     chunks = _cut(sizes, chunk_elements)
     slots = SLOTS * round_up(max(chunk.num_bytes for chunk in chunks))
     if slots > ram:
-        raise PlanError("RAM slots for state on NVMe", slots, ram, f"Raise ram to at least {at_least(slots)}.")
+        raise PlanError("RAM slots for state on NVMe", slots, ram, f"Raise ram to at least {format_bytes_up(slots)}.")
 
     plan = _plan(_spread(chunks, ram - slots), SLOTS)
     if (spilled := plan.num_bytes(Tier.NVME)) > nvme:

@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from megatier.byte_counts import format_bytes
 from megatier.config.remarks import list_remarks
 from megatier.config.schema import RunConfig
 from megatier.data.text_stream import TextStream
-from megatier.errors import mib
 from megatier.models.limits import max_positions
 from megatier.planner.prediction import Prediction
 from megatier.report.console import say
@@ -44,7 +44,7 @@ def describe_reserved(console: Console, session: Session) -> None:
     for state in list_tier_states(session):
         num_bytes = state.state_bytes + state.other_bytes
         if num_bytes:
-            sizes.append(f"{mib(num_bytes)} of {names[Tier(state.tier)]}")
+            sizes.append(f"{format_bytes(num_bytes)} of {names[Tier(state.tier)]}")
     say(console, f"reserving {', '.join(sizes)}")
 
 
@@ -159,7 +159,7 @@ def _describe_ram_path(store: TieredStore) -> str:
     """Return how bytes go between RAM and the GPU, if not all of RAM is pinned."""
     if store.staging is None:
         return ""
-    unlocked = mib(store.staging.unlocked_bytes)
+    unlocked = format_bytes(store.staging.unlocked_bytes)
     return f"; {unlocked} of RAM are not pinned and pass through rings, which is slower"
 
 

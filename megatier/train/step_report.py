@@ -15,10 +15,10 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
+from megatier.byte_counts import format_bytes
 from megatier.compute.modality import num_images
 from megatier.data.columns import count_real_tokens
 from megatier.engine.step import StepResult
-from megatier.errors import mib
 from megatier.forecast.forecast import Forecast
 from megatier.host_wait import HOST_WAIT
 from megatier.report.console import say
@@ -167,7 +167,7 @@ class StepReports:
             say(
                 console,
                 f"updates in the backward: confirmed in {outcomes['confirmed']} steps, void in {outcomes['void']} that "
-                f"clipped or were left out, which moved {mib(speculation.void_bytes)} in vain",
+                f"clipped or were left out, which moved {format_bytes(speculation.void_bytes)} in vain",
             )
 
         if self._compile_seconds:

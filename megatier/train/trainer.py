@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from megatier.byte_counts import format_bytes
 from megatier.checkpoint.checkpoint import remove_leftovers
 from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
@@ -44,7 +45,7 @@ from megatier.data.text_stream import TextStream
 from megatier.data.tokenizer import vocabulary_size
 from megatier.data.unknown_tokens import UnknownTokens, beyond_vocabulary
 from megatier.drives.leftovers import find_leftovers
-from megatier.errors import DataError, mib
+from megatier.errors import DataError
 from megatier.foreign import one_version
 from megatier.models.weights import WeightReader
 from megatier.ranks.channel import SingleRank
@@ -250,7 +251,7 @@ def _remove_moved_blocks(run: BegunRun, config: RunConfig) -> None:
         for leftover in find_leftovers(mount.directory, remove=True, run_id=run.directory.run_id):
             fate = f"stays, {leftover.stays}"
             if not leftover.stays:
-                fate = f"{mib(leftover.num_bytes)} removed"
+                fate = f"{format_bytes(leftover.num_bytes)} removed"
             say(run.console, f"{leftover.path}: block files from before the run was resumed, {fate}")
 
 
@@ -329,7 +330,7 @@ def _open_session(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) ->
         remove_leftovers(directory.path / CHECKPOINT_FOLDER)
 
     describe_reserved(run.console, session)
-    with WorkBar(run.console, "NVMe filled", None, lambda size: mib(round(size))) as work:
+    with WorkBar(run.console, "NVMe filled", None, format_bytes) as work:
         filled = WorkCount()
         with run.watchdog.watch(session.player, lambda: filled.begun):
             session.seal(filled.counting(work.advance))

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from megatier import hardware
+from megatier.byte_counts import format_bytes
 from megatier.cli import main
 from megatier.config import file as config_file
-from megatier.errors import mib
 from megatier.measure.probe import cache_rates
 from megatier.planner.memory import CONTEXT_BYTES
 from megatier.schedule.drive_rates import DriveRates
@@ -63,7 +63,7 @@ def test_plan_of_the_example_of_100b_fits_its_host(tmp_path: Path, capsys: pytes
     assert 65 < found["seconds"] < 80
     assert found["moved_bytes"]["nvme_to_ram"] < 60 << 30
     assert found["lent_room"]["weight_bytes"] >= 2 * found["num_parameters"]
-    missing = mib(-found["lent_room"]["left_bytes"])
+    missing = format_bytes(-found["lent_room"]["left_bytes"])
     assert f"such as GRPO, would need {missing} more of GPU memory to hold all weights" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -74,7 +74,8 @@ def test_plan_says_what_text_has_of_the_gpu_in_lent_memory(tmp_path: Path, capsy
     assert plan("--output", str(tmp_path / "plan.json")) == 0
     room = json.loads((tmp_path / "plan.json").read_text())["lent_room"]
     assert room["weight_bytes"] + room["left_bytes"] == 150_700_000_000 - CONTEXT_BYTES
-    sizes = f"{mib(room['left_bytes'])} of the GPU for keys and values, beside {mib(room['weight_bytes'])} of weights"
+    left, weights = format_bytes(room["left_bytes"]), format_bytes(room["weight_bytes"])
+    sizes = f"{left} of the GPU for keys and values, beside {weights} of weights"
     assert f"A loop that generates text in lent memory, such as GRPO, has {sizes}" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -122,7 +123,10 @@ def test_plan_for_unified_memory_says_so_and_refuses_budgets_above_it(
     words = ["plan", QUICKSTART, "--machine", str(machine)]
     assert main([*words, "--output", str(output)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"GPU memory and RAM are one memory of {mib(60_000_000_000)}: tiers.gpu and tiers.ram take 26.0 MiB" in said
+    assert (
+        f"GPU memory and RAM are one memory of {format_bytes(60_000_000_000)}: tiers.gpu and tiers.ram take 26.0 MiB"
+        in said
+    )
     assert "Weights in ram are there twice while they are in a GPU slot" in said
     assert "a quarter more" not in said
     made = json.loads(output.read_text())

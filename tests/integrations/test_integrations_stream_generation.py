@@ -21,7 +21,8 @@ from tiny_runs import exactness_config, plain_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import megatier
-from megatier.errors import CapacityError, PeerError, StreamedModelError, TransferError, mib
+from megatier.byte_counts import format_bytes
+from megatier.errors import CapacityError, PeerError, StreamedModelError, TransferError
 from megatier.integrations.streamed import Streamed
 from megatier.session.ram_weights import RamWeights
 from megatier.store import loan
@@ -124,7 +125,9 @@ def test_texts_of_a_batch_load_the_weights_once_and_the_log_says_so_once(
         batch(streamed.model)
         batch(streamed.model)
     beside, lent = [message for message in caplog.messages if message.startswith("generation: all weights are held")]
-    assert f"so a token moves none: {mib(away)} beside the memory of training. For keys and values, and" in beside
+    assert (
+        f"so a token moves none: {format_bytes(away)} beside the memory of training. For keys and values, and" in beside
+    )
     assert "in memory that training lends. Its state there, " in lent
 
 
@@ -149,7 +152,7 @@ def test_room_in_lent_memory_is_told_before_it_is_lent_and_refused_by_name(
         check_room(streamed)
         weights = streamed.lent_room().weight_bytes
         monkeypatch.setattr(streamed._resident, "_limit_bytes", weights - 1000)
-        needed = f"needs {mib(weights)}, .*Use model.generate alone"
+        needed = f"needs {format_bytes(weights)}, .*Use model.generate alone"
         with pytest.raises(CapacityError, match=f"all weights on the GPU at once: {needed}"):
             streamed.lent_room()
         monkeypatch.setattr(loan, "ram_available_bytes", lambda: -1)

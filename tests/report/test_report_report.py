@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from megatier.errors import mib
+from megatier.byte_counts import format_bytes
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState
 from megatier.report.report import Progress, WorkBar, format_step, print_moves, print_placement
 
@@ -17,7 +17,7 @@ def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
 
 
 def size(num_bytes: float) -> str:
-    return mib(round(num_bytes))
+    return format_bytes(num_bytes)
 
 
 def report(step: int, seconds: float = 0.5) -> StepReport:

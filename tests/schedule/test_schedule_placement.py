@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 from placement_cases import FITTING, KIB, LAYERS, PLENTY, REFUSED, taken
 
+from megatier.byte_counts import format_bytes_up
 from megatier.config.values import parse_bytes
-from megatier.errors import PlanError, at_least
+from megatier.errors import PlanError
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.policy import Policy
@@ -100,7 +101,7 @@ def test_sums_of_groups_that_find_no_room_are_refused_with_their_bytes_and_what_
         place(LAYERS, Budgets(1 << 20, 512 * KIB, 0), policy)
     sums = sum(grad_bytes(unit, policy) for unit in LAYERS)
     assert caught.value.needed_bytes == sums + 2 * 4 * 64 * KIB
-    assert f"{at_least(sums)} of it" in caught.value.what
+    assert f"{format_bytes_up(sums)} of it" in caught.value.what
     advised = replace(policy, state=(Tier.NVME,), chunk_elements=32 * KIB)
     assert place(LAYERS, Budgets(1 << 20, 2048 * KIB, 1 << 40), advised).sums_on_gpu
 

@@ -10,8 +10,8 @@ import torch
 from tiny_runs import exactness_config, plain_model
 
 import megatier
+from megatier.byte_counts import format_bytes
 from megatier.config.schema import TiersConfig
-from megatier.errors import mib
 
 
 def generate(streamed: Any, tokens: int) -> None:
@@ -54,7 +54,9 @@ def test_generation_says_once_whether_weights_are_resident_and_what_a_token_move
     (message,) = caplog.messages
     if way == "streams":
         assert per_token > 0
-        assert message.startswith(f"generation streams: each token moves {mib(per_token)} of weights to the GPU, and")
+        assert message.startswith(
+            f"generation streams: each token moves {format_bytes(per_token)} of weights to the GPU, and"
+        )
         assert "reads 0 B from drives" in message
         assert ("holds 0 B more" in message) == (limit is None)
         return
@@ -63,4 +65,4 @@ def test_generation_says_once_whether_weights_are_resident_and_what_a_token_move
         assert message == "generation: all weights are at home on the GPU, so a token moves none."
     else:
         assert message.startswith("generation: all weights are resident on the GPU, so a token moves none.")
-        assert f"Its free memory holds those that are not at home there, {mib(of_five // 2)}," in message
+        assert f"Its free memory holds those that are not at home there, {format_bytes(of_five // 2)}," in message

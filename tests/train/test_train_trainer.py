@@ -21,12 +21,12 @@ from small_commands import IMMEDIATE, MODEL, PLACES, all_records, command, lefto
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatier.byte_counts import format_bytes
 from megatier.cli import main
 from megatier.config.values import parse_bytes
 from megatier.data.packed_text import PackedText
 from megatier.engine.step import Engine
 from megatier.engine.unit_model import Batch, UnitModel
-from megatier.errors import mib
 from megatier.measure import probe
 from megatier.play.player import Player
 from megatier.schedule.drive_rates import DriveRates
@@ -323,7 +323,7 @@ def test_train_past_ram_reports_what_kvikio_did(
     output = capsys.readouterr().out
     first, last = re.findall(r"kvikio in compatibility mode \(([^)]+)\)", output)
     assert 0 < parse_bytes(first) <= 1 << 20  # the probe
-    assert last == mib(library.posix_bytes)
+    assert last == format_bytes(library.posix_bytes)
     [(moved, demanded)] = re.findall(r"nvme_to_gpu │ +([\d,]+) │ +([\d,]+) │", output)
     assert moved == demanded != "0"
     assert "kvikio in compatibility mode" in metrics(tmp_path)[0]["nvme_path"]
