@@ -38,6 +38,15 @@ LANE_WARPS = 4
 ROWS_AHEAD = tl.constexpr(16)
 """Rows of lanes that are loaded before the first one is added."""
 
+EXP_AVG_OFFSET = tl.constexpr(399)
+"""An 8-bit code of a first moment plus this is the exponent and the upper 2 mantissa bits of its fp32 number."""
+EXP_AVG_SQ_OFFSET = tl.constexpr(291)
+"""The same of a second moment."""
+LEAST_EXP_AVG_BITS = tl.constexpr(0x32000000)
+"""The fp32 bits of 2^-27, the smallest first moment that has a code."""
+LEAST_EXP_AVG_PART = tl.constexpr(2.0**-43)
+"""That number divided by the 65,536 values of 16 random bits. Multiplying by a power of two is exact."""
+
 KernelPlanes = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
 KernelScalars = tuple[float, float, float, float, float, float, float, float]
 HALF = 0xFFFF_FFFF
@@ -192,13 +201,13 @@ def _update_elements(
         x = x * decay
         sign = (mean > 0).to(tl.float32) - (mean < 0).to(tl.float32)
         x = x - step_size * sign
-        m = _settle(beta2 * m + one_minus_beta2 * g)
+        m = _flush_subnormals(beta2 * m + one_minus_beta2 * g)
         tl.store(exp_avg + elements, m, inside)
     else:
         if exp_avg.dtype.element_ty == tl.uint8:
-            m, v = _first_of(m), _second_of(v)
-        m = _settle(beta1 * _float_of(m) + one_minus_beta1 * g)
-        v = _settle(beta2 * _float_of(v) + one_minus_beta2 * (g * g))
+            m, v = _decode_exp_avg(m), _decode_exp_avg_sq(v)
+        m = _flush_subnormals(beta1 * _float_of(m) + one_minus_beta1 * g)
+        v = _flush_subnormals(beta2 * _float_of(v) + one_minus_beta2 * (g * g))
         x = x * decay
         root = tl.div_rn(tl.sqrt_rn(v), sqrt_bias2)
         x = x - step_size * tl.div_rn(m, root + eps)
@@ -208,11 +217,11 @@ def _update_elements(
             # independently.
             random = _random_bits(elements, rounding)
             if exp_avg.dtype.element_ty == tl.uint8:
-                m = _first_by(m, random & 0xFFFF)
-                v = _second_by(v, random >> 16)
+                m = _encode_exp_avg(m, random & 0xFFFF)
+                v = _encode_exp_avg_sq(v, random >> 16)
             else:
-                m = _round_by(m, random & 0xFFFF)
-                v = _round_by(v, random >> 16)
+                m = _round_to_bf16(m, random & 0xFFFF)
+                v = _round_to_bf16(v, random >> 16)
         tl.store(exp_avg + elements, m, inside)
         tl.store(exp_avg_sq + elements, v, inside)
 
@@ -247,7 +256,7 @@ def _store_master(
 
 
 @_jit
-def _settle(moment: tl.tensor) -> tl.tensor:
+def _flush_subnormals(moment: tl.tensor) -> tl.tensor:
     """Flush a subnormal moment to +0, and make every NaN the same one, on the bits as in native/adamw.c."""
     bits = moment.to(tl.uint32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) < 0x00800000, 0, bits)
@@ -276,7 +285,7 @@ def _random_bits(elements: tl.tensor, rounding: tl.tuple) -> tl.tensor:
 
 
 @_jit
-def _round_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
+def _round_to_bf16(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
     """Round moments stochastically to the bits of bf16, with 16 random bits each."""
     # The probability of a carry into the upper half is proportional to what is cut off, so the stored number is right
     # on average.
@@ -287,50 +296,50 @@ def _round_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
 
 
 @_jit
-def _first_of(byte: tl.tensor) -> tl.tensor:
+def _decode_exp_avg(byte: tl.tensor) -> tl.tensor:
     """Decode first moments from 8-bit codes."""
     byte = byte.to(tl.uint32)
     code = byte & 0x7F
-    # A code plus the offset is the exponent and the upper 2 mantissa bits of an fp32 number. The code 0 stands for 0.
-    bits = tl.where(code == 0, 0, (code + 399) << 21)
+    # The code 0 stands for 0.
+    bits = tl.where(code == 0, 0, (code + EXP_AVG_OFFSET) << 21)
     bits = tl.where(code > 126, 0x7FC00000, bits)
     sign = (byte & 0x80) << 24
     return (bits | sign).to(tl.float32, bitcast=True)
 
 
 @_jit
-def _second_of(byte: tl.tensor) -> tl.tensor:
+def _decode_exp_avg_sq(byte: tl.tensor) -> tl.tensor:
     """Decode second moments from 8-bit codes."""
     code = byte.to(tl.uint32)
-    bits = tl.where(code == 0, 0, (code + 291) << 21)
+    bits = tl.where(code == 0, 0, (code + EXP_AVG_SQ_OFFSET) << 21)
     bits = tl.where(code > 254, 0x7FC00000, bits)
     return bits.to(tl.float32, bitcast=True)
 
 
 @_jit
-def _first_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
+def _encode_exp_avg(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
     """Round first moments to codes with 16 random bits each. Below the range they become 0 or the smallest code."""
     bits = moment.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # The 16 random bits, times 32, span the 21 bits that are cut off, so a carry rounds up in proportion to them.
     number = (magnitude + (random << 5)) >> 21
-    # The factor is 2^-27 / 65536. Multiplying by a power of two is exact.
+    # Below the range a moment is kept with a probability that is its part of the smallest one.
     size = magnitude.to(tl.float32, bitcast=True)
-    is_kept = size > random.to(tl.float32) * 1.1368683772161603e-13
-    code = tl.where(magnitude < 0x32000000, is_kept.to(tl.uint32), number - 399)
+    is_kept = size > random.to(tl.float32) * LEAST_EXP_AVG_PART
+    code = tl.where(magnitude < LEAST_EXP_AVG_BITS, is_kept.to(tl.uint32), number - EXP_AVG_OFFSET)
     code = tl.where(magnitude < 0x7F800000, tl.minimum(code, 126), 127)
     sign = (bits >> 31) << 7
     return (code | sign).to(tl.uint8)
 
 
 @_jit
-def _second_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
+def _encode_exp_avg_sq(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
     """Round second moments to codes with 16 random bits each. A positive one stays positive."""
     bits = moment.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     number = (magnitude + (random << 5)) >> 21
     # Below the range they become the smallest number instead of 0: a step divides by the root of v, and would explode.
-    code = tl.where(number > 291, tl.minimum(number - 291, 254), 1)
+    code = tl.where(number > EXP_AVG_SQ_OFFSET, tl.minimum(number - EXP_AVG_SQ_OFFSET, 254), 1)
     code = tl.where(magnitude == 0, 0, code)
     code = tl.where(magnitude < 0x7F800000, code, 255)
     return code.to(tl.uint8)
