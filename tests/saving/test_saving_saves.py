@@ -344,7 +344,11 @@ def test_run_whose_export_fails_without_room_lets_an_older_checkpoint_go_first(
     tmp_path: Path, whole: dict[str, Any]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, failing_export():
-        real, usage, folder = adapter_folder.export_trained, shutil.disk_usage(tmp_path), tmp_path / "run" / "checkpoints"
+        real, usage, folder = (
+            adapter_folder.export_trained,
+            shutil.disk_usage(tmp_path),
+            tmp_path / "run" / "checkpoints",
+        )
 
         def room(_: Path) -> Any:
             """It comes with the checkpoint that goes."""
