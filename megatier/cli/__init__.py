@@ -51,7 +51,7 @@ OUT_OF_THREADS = (
     "the system starts no more threads. Raise the limit (ulimit -u, or the container's pids.max), or lower "
     "tiers.io_threads and tiers.update_threads."
 )
-SYSTEM = {
+ERRNO_REMEDIES = {
     errno.EACCES: "Check your rights there, or name another path.",
     errno.EPERM: "Check your rights there, or name another path.",
     errno.ENAMETOOLONG: "Name a shorter path.",
@@ -77,33 +77,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name. None: those of this process, which ends after the command, so signals are
             ignored from then on. Otherwise they do afterwards what they did before.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    code = _main(words, ends=argv is None)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = _run_with_signals(arguments, ends=argv is None)
 
     # Python would first take down all that libraries have loaded, which takes a fifth of the time of a plan.
-    if argv is None and words[:1] == [ENDS_AT_ONCE]:
+    if argv is None and arguments[:1] == [ENDS_AT_ONCE]:
         sys.stderr.flush()
         os._exit(code)
     return code
 
 
-def _main(words: Sequence[str], *, ends: bool) -> int:
+def _run_with_signals(arguments: Sequence[str], *, ends: bool) -> int:
     """Run one command under handlers of its own; returns the exit code.
 
     Args:
-        words: the command and its arguments.
+        arguments: the command and its arguments.
         ends: whether the process ends after the command, so that signals are ignored from then on.
     """
     before = _catch_signals()
 
     try:
-        # From here on a signal would break off the clean-up of the command that has just ended.
         try:
-            return _answer(words)
+            return _run_reporting_errors(arguments)
         finally:
+            # From here on a signal would break off the clean-up of the command that has just ended.
             _handle(dict.fromkeys(before, _drop))
     except KeyboardInterrupt:
-        if "--debug" in words:
+        if "--debug" in arguments:
             raise
         print("megatier: interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -112,18 +112,18 @@ def _main(words: Sequence[str], *, ends: bool) -> int:
         _handle(dict.fromkeys(before, signal.SIG_IGN) if ends else before)
 
 
-def _answer(words: Sequence[str]) -> int:
+def _run_reporting_errors(arguments: Sequence[str]) -> int:
     """Run one command, and turn every error into a message; returns the exit code."""
     # Looked for by hand, since a parser may be what fails.
-    debug = "--debug" in words
+    debug = "--debug" in arguments
     try:
-        code = _run([word for word in words if word != "--debug"])
+        code = _dispatch([each for each in arguments if each != "--debug"])
         # If the reader of the output is gone, this raises here and not while Python exits.
         print(end="", flush=True)
     except MegatierError as error:
         if debug:
             raise
-        return _refuse(printable(str(error), MESSAGE_CHARACTERS_MAX))
+        return _print_error(printable(str(error), MESSAGE_CHARACTERS_MAX))
     except BrokenPipeError:
         # A reader such as `head` has seen enough. Python flushes stdout when it exits, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -132,26 +132,26 @@ def _answer(words: Sequence[str]) -> int:
         # Whatever the system refuses, nobody needs a traceback to see.
         if debug or error.errno is None:
             raise
-        return _refuse(printable(_refused(error), MESSAGE_CHARACTERS_MAX))
+        return _print_error(printable(_explain_os_error(error), MESSAGE_CHARACTERS_MAX))
     except RuntimeError as error:
         if not debug and NO_THREAD in str(error):
-            return _refuse(OUT_OF_THREADS)
+            return _print_error(OUT_OF_THREADS)
 
         # torch is not loaded here, so its errors are known by name and text.
         if debug or not (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)):
             raise
-        return _refuse(f"{OUT_OF_MEMORY} ({str(error).splitlines()[0][:200]})")
+        return _print_error(f"{OUT_OF_MEMORY} ({str(error).splitlines()[0][:200]})")
 
     return code
 
 
-def _refuse(words: str) -> int:
+def _print_error(message: str) -> int:
     """Print an error, and return its exit code."""
-    print(f"megatier: error: {words}", file=sys.stderr)
+    print(f"megatier: error: {message}", file=sys.stderr)
     return EXIT_ERROR
 
 
-def _refused(error: OSError) -> str:
+def _explain_os_error(error: OSError) -> str:
     """Return a sentence about what the system refused, and what to do."""
     # Python asks for the working directory without naming it.
     if error.errno == errno.ENOENT and error.filename is None:
@@ -159,32 +159,32 @@ def _refused(error: OSError) -> str:
 
     # An error that Python raises by itself may have none.
     number = error.errno or 0
-    remedy = REMEDIES.get(number) or SYSTEM.get(number, "--debug shows where.")
+    remedy = REMEDIES.get(number) or ERRNO_REMEDIES.get(number, "--debug shows where.")
     place = "the system"
     if error.filename is not None:
         place = printable(str(error.filename), 200)
     return f"{place}: {error.strerror}. {remedy}"
 
 
-def _run(words: Sequence[str]) -> int:
+def _dispatch(arguments: Sequence[str]) -> int:
     """Find the command and run it, or print help; returns the exit code."""
-    if not words or words[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0
-    if words[0] == "--version":
+    if arguments[0] == "--version":
         print(f"megatier {_version()}")
         return 0
 
-    command, *rest = words
+    command, *rest = arguments
     if command not in COMMANDS:
         # argparse would list all commands, and not say which one was meant.
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}."
-        return _refuse(f"no command {command!r}. {hint}")
+        return _print_error(f"no command {command!r}. {hint}")
 
     # transformers builds its models from docstrings, which `python -OO` leaves out.
     if sys.flags.optimize > 1:
-        return _refuse("transformers needs docstrings. Unset PYTHONOPTIMIZE, or run python without -OO.")
+        return _print_error("transformers needs docstrings. Unset PYTHONOPTIMIZE, or run python without -OO.")
 
     # Imported here, so that --help is fast, and doctor runs even if another command cannot be imported.
     module = importlib.import_module(f"megatier.cli.{command}")

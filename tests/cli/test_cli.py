@@ -281,7 +281,7 @@ def test_command_whose_threads_the_system_refuses_says_which_limit_to_raise(
     def refused(_: Sequence[str]) -> int:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("megatier.cli._run", refused)
+    monkeypatch.setattr("megatier.cli._dispatch", refused)
     assert main(["doctor"]) == 2
     assert "the system starts no more threads. Raise the limit (ulimit -u" in capsys.readouterr().err
 
