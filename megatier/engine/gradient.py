@@ -399,11 +399,11 @@ class Gradients:
 
         # A rank sees only its own groups, and a parameter without a gradient here may have one on another rank.
         if last and not self._is_shared:
-            self._remark(unit)
+            self._warn_if_absent(unit)
         self._sink.submit_grad(unit, group=group)
         self._num_submitted[unit] = group + 1
 
-    def _remark(self, unit: str) -> None:
+    def _warn_if_absent(self, unit: str) -> None:
         """Warn once if a parameter that had a gradient before has none in a step, while others of its unit have one."""
         present = self._present.pop(unit, set())
         known = self._known.setdefault(unit, set())

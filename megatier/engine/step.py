@@ -93,7 +93,7 @@ class Engine:
         self._trials = Trials(model, player, all_ranks)
         self._step = 0
         """The number of the last step that was begun."""
-        self._clocked = 0.0
+        self._compile_seconds_before = 0.0
         """Seconds that the compiler had used when that step began."""
         self._skips = 0
         """The number of consecutive steps that were skipped, up to now."""
@@ -199,7 +199,7 @@ class Engine:
                 before are not loaded for them.
         """
         self._step = step
-        self._clocked = CLOCK.seconds
+        self._compile_seconds_before = CLOCK.seconds
         self.model.begin_step()
 
         # The updates of the last step start in `begin`. They read the scalars that `clip` fixed, not those set here.
@@ -215,15 +215,15 @@ class Engine:
     def begin_forward(self) -> AbstractContextManager[None]:
         """Run one more forward of the group inside. One backward then goes over all its forwards."""
         self.gradients.begin_forward()
-        return self._leg(Leg.FURTHER)
+        return self._running_leg(Leg.FURTHER)
 
     def evaluation_in_step(self) -> AbstractContextManager[None]:
         """Run one forward without gradients inside, in the middle of a step and before a backward."""
         self.gradients.begin_evaluation()
-        return self._leg(Leg.ASIDE)
+        return self._running_leg(Leg.ASIDE)
 
     @contextmanager
-    def _leg(self, leg: Leg) -> Iterator[None]:
+    def _running_leg(self, leg: Leg) -> Iterator[None]:
         self._player.weights.begin_leg(leg)
         running = self.model.running()
         with torch.inference_mode(mode=False), torch.set_grad_enabled(leg is Leg.FURTHER), running:
@@ -271,7 +271,7 @@ class Engine:
             grad_norm=norm,
             clip_coefficient=coefficient,
             skipped=skipped,
-            compile_seconds=CLOCK.seconds - self._clocked,
+            compile_seconds=CLOCK.seconds - self._compile_seconds_before,
         )
 
     def _clip(self, step: int, rate: float, norm: float) -> float:
@@ -360,7 +360,7 @@ class Engine:
         # waits for the device here, which the deferred mode avoids.
         if not self._optimizer.hyper.deferred and not math.isfinite(on_host(loss.detach()).item()):
             self._player.cancel()
-            raise self._error(step, "loss", None, batch)
+            raise self._diagnose_non_finite(step, "loss", None, batch)
 
         self.model.check_outputs(loss)
         loss.backward()
@@ -390,10 +390,10 @@ class Engine:
         parameter = self._optimizer.sums.first_non_finite()
         if self._skips > self.options.max_skips:
             what = "gradient norm" if math.isfinite(loss) else "loss"
-            raise self._error(step, what, parameter, batch)
+            raise self._diagnose_non_finite(step, what, parameter, batch)
         return parameter or "loss"
 
-    def _error(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:
+    def _diagnose_non_finite(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:
         """Return the error that ends the run, naming the first unit that is not finite, or the parameter.
 
         To find that unit, the batch runs once more with a check after each unit. Gradients would not tell: those of all
