@@ -199,8 +199,8 @@ class Collectives:
         for handover in self._handovers.values():
             handover.abandon()
 
-        is_at_one = self._last is not None and not self._last.done()
-        if is_at_one:
+        is_one_under_way = self._last is not None and not self._last.done()
+        if is_one_under_way:
             self._ranks.give_up()
 
     def wait_for_end(self) -> None:
