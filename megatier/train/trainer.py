@@ -134,12 +134,12 @@ def train(
             run = BegunRun.begin(
                 stack, setup, expected, ranks, console, resumes=resumes, accepts_changes=accepts_changes
             )
-            sources = _open_sources(run)
+            sources = _check_and_open_tokens(run)
 
         # A run that is killed before its first save is compared with these when it is resumed.
         if not resumes and run.writes:
             write_numbers(run.directory.path / NUMBERS_FILE, setup.config, sources.origin)
-        outcome, record = _take_steps(run, sources, reader, trackers)
+        outcome, record = _run_session(run, sources, reader, trackers)
 
     # This comes last, because a large model takes long to upload and memory and drives are free by now.
     repository = config.output.push_to_hub
@@ -161,7 +161,7 @@ class Sources(NamedTuple):
     """The changes since the run began or was saved, all of which the user has accepted."""
 
 
-def _take_steps(
+def _run_session(
     run: BegunRun, sources: Sources, reader: WeightReader, trackers: Mapping[str, Any]
 ) -> tuple[Outcome, RecordWriters]:
     """Open the session, fill it, take all steps, and export the model; return how the steps ended, and the records.
@@ -190,7 +190,7 @@ def _take_steps(
     with run.watchdog.watch(session.player, lambda: session.filling.num_runs):
         run.start.fill(session, reader, run.console)
     if run.writes:
-        _write_changes(run, config, sources.origin)
+        _write_final_config(run, config, sources.origin)
 
     record = _open_records(run, config, trackers)
     first = make_opening_record(session, list_tier_states(session), run.expected, sources.changes)
@@ -218,7 +218,7 @@ def _describe_machine(config: RunConfig, device: torch.device, ranks: Ranks | No
     return Machine.here(config.tiers, device, ranks, left_id)
 
 
-def _write_changes(run: BegunRun, config: RunConfig, origin: Origin) -> None:
+def _write_final_config(run: BegunRun, config: RunConfig, origin: Origin) -> None:
     """Write the final config and origin of a run, once nothing can refuse it any more.
 
     Args:
@@ -255,7 +255,7 @@ def _remove_moved_blocks(run: BegunRun, config: RunConfig) -> None:
             say(run.console, f"{leftover.path}: block files from before the run was resumed, {fate}")
 
 
-def _open_sources(run: BegunRun) -> Sources:
+def _check_and_open_tokens(run: BegunRun) -> Sources:
     """Open the tokenizer or processor, and refuse a model or tokenizer that the run cannot use.
 
     Raises:
