@@ -94,22 +94,22 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     # The gradient of a streamed unit stays on the GPU, where its update needs it.
     gpu = fill_gpu(units, budgets.gpu, policy)
     streamed = {spec.name for spec in gpu.streamed}
-    shipped = [spec for spec in trained_units(gpu.rest) if spec.name not in streamed]
-    ram = fill_ram(units, gpu.rest, shipped, budgets, policy)
+    grads_leave_gpu = [spec for spec in trained_units(gpu.rest) if spec.name not in streamed]
+    ram = fill_ram(units, gpu.rest, grads_leave_gpu, budgets, policy)
 
     # A streamed unit has to be whole in RAM. If RAM is too short for all state, none is streamed.
     if streamed and Tier.NVME in ram.homes.values():
         none_streamed = replace(policy, streamed_share=0.0)
         return place(units, budgets, none_streamed)
 
-    return _combine(units, gpu, ram, shipped, budgets, policy)
+    return _combine(units, gpu, ram, grads_leave_gpu, budgets, policy)
 
 
 def _combine(
     units: Sequence[UnitSpec],
     gpu: GpuShare,
     ram: RamShare,
-    shipped: Sequence[UnitSpec],
+    grads_leave_gpu: Sequence[UnitSpec],
     budgets: Budgets,
     policy: Policy,
 ) -> Placement:
@@ -128,14 +128,14 @@ def _combine(
     generations = policy.generations if policy.deferred else 1
 
     one_generation = _bytes_by_home(units, homes)
-    other = _gradient_and_slot_bytes(units, shipped, slots, ram, policy)
+    other = _gradient_and_slot_bytes(units, grads_leave_gpu, slots, ram, policy)
     further = _further_bytes(spilled, homes, generations, policy)
     other.update(further)
 
     # The rest of RAM is for second places, so that more updates need not wait for the norm.
     free_bytes = budgets.ram - one_generation[Tier.RAM] - other[Tier.RAM]
-    waiting = [spec for spec in shipped if spec.name in ram.waiting]
-    doubled = _choose_doubled(waiting, homes, free_bytes) if policy.speculates else []
+    with_grads_in_ram = [spec for spec in grads_leave_gpu if spec.name in ram.with_grads_in_ram]
+    doubled = _choose_doubled(with_grads_in_ram, homes, free_bytes) if policy.speculates else []
     other[Tier.RAM] += sum(map(state_bytes, doubled))
 
     needed = one_generation[Tier.NVME] + other[Tier.NVME]
@@ -149,7 +149,7 @@ def _combine(
         slots=slots,
         chunk_elements=ram.chunk_elements,
         activation_homes=_activation_homes(units, ram.spilled_activations),
-        grad_homes=_grad_homes(trained_units(units), shipped, ram.waiting, policy),
+        grad_homes=_grad_homes(trained_units(units), grads_leave_gpu, ram.with_grads_in_ram, policy),
         sums_on_gpu=sums_on_gpu and policy.groups > 1,
         num_ranks=policy.num_ranks,
         streamed=tuple(spec.name for spec in gpu.streamed),
@@ -171,14 +171,14 @@ def _activation_homes(units: Iterable[UnitSpec], spilled: Collection[str]) -> di
 
 
 def _grad_homes(
-    units: Sequence[UnitSpec], shipped: Sequence[UnitSpec], waiting: Collection[str], policy: Policy
+    units: Sequence[UnitSpec], grads_leave_gpu: Sequence[UnitSpec], with_grads_in_ram: Collection[str], policy: Policy
 ) -> dict[str, Tier | None]:
     """Return the tier where each unit's final gradient waits for its update; None: the gradient is only in slots.
 
     Args:
         units: the trained units.
-        shipped: units whose gradients leave the GPU.
-        waiting: names of the units whose gradients RAM takes.
+        grads_leave_gpu: units whose gradients leave the GPU.
+        with_grads_in_ram: names of the units whose gradients RAM takes.
         policy: groups, and whether updates wait for the norm.
     """
     # In the immediate mode with one group, the update takes the gradient from its slot at once.
@@ -188,19 +188,23 @@ def _grad_homes(
     homes: dict[str, Tier | None] = {}
     for spec in units:
         homes[spec.name] = Tier.GPU
-    for spec in shipped:
-        homes[spec.name] = in_ram if spec.name in waiting else Tier.NVME
+    for spec in grads_leave_gpu:
+        homes[spec.name] = in_ram if spec.name in with_grads_in_ram else Tier.NVME
     return homes
 
 
 def _gradient_and_slot_bytes(
-    units: Sequence[UnitSpec], shipped: Sequence[UnitSpec], slots: Sequence[SlotPlan], ram: RamShare, policy: Policy
+    units: Sequence[UnitSpec],
+    grads_leave_gpu: Sequence[UnitSpec],
+    slots: Sequence[SlotPlan],
+    ram: RamShare,
+    policy: Policy,
 ) -> Counter[Tier]:
     """Return the bytes of gradients, offloaded activations and slots, in each tier.
 
     Args:
         units: all units.
-        shipped: units whose gradients leave the GPU.
+        grads_leave_gpu: units whose gradients leave the GPU.
         slots: all slots, of the GPU and of RAM.
         ram: the share of RAM.
         policy: dtype and groups.
@@ -209,13 +213,13 @@ def _gradient_and_slot_bytes(
     for plan in slots:
         total[plan.tier] += round_up(plan.slot_bytes) * plan.num_slots
 
-    leaving = {spec.name for spec in shipped}
+    leaving = {spec.name for spec in grads_leave_gpu}
     staying = [spec for spec in units if spec.name not in leaving]
     staying_bytes = sum(grad_bytes(spec, policy) for spec in staying)
     total[Tier.GPU] += staying_bytes
 
     # Gradients and activations in RAM are in `fixed_bytes`, and all others are on NVMe.
-    spilled = [spec for spec in shipped if spec.name not in ram.waiting]
+    spilled = [spec for spec in grads_leave_gpu if spec.name not in ram.with_grads_in_ram]
     spilled_bytes = sum(grad_bytes(spec, policy) for spec in spilled)
     offloaded = [spec for spec in units if spec.name in ram.spilled_activations]
     activation_bytes = sum(round_up(spec.activation_bytes) for spec in offloaded)
@@ -277,19 +281,19 @@ def _further_bytes(spilled: Sequence[UnitSpec], homes: Homes, generations: int, 
     return further
 
 
-def _choose_doubled(waiting: Sequence[UnitSpec], homes: Homes, free: int) -> list[UnitSpec]:
+def _choose_doubled(with_grads_in_ram: Sequence[UnitSpec], homes: Homes, free: int) -> list[UnitSpec]:
     """Choose the units in RAM that get a second place there, so that their updates need not wait for the norm.
 
     They are chosen in forward order, because the next forward needs the first units first. Units with frozen weights
     get none: the frozen weights would take room twice, and the update of the others is short.
 
     Args:
-        waiting: trained units whose gradients wait in RAM.
+        with_grads_in_ram: trained units whose gradients wait in RAM.
         homes: the homes of all state outside of the GPU.
         free: bytes of RAM that nothing else takes.
     """
     chosen = []
-    for spec in waiting:
+    for spec in with_grads_in_ram:
         is_in_ram = all(homes[spec.name, kind] is Tier.RAM for kind in spec.kinds)
         size = state_bytes(spec)
         if is_in_ram and not spec.frozen_elements and size <= free:

@@ -50,7 +50,7 @@ class RamShare:
     """Slots in RAM for gradients, and for blocks that pass from and to NVMe."""
     chunk_elements: int
     """Elements of one update chunk."""
-    waiting: frozenset[str]
+    with_grads_in_ram: frozenset[str]
     """Units whose gradients wait in RAM."""
     spills_grads: bool
     """Whether other units' gradients wait on NVMe, because RAM is too short for all."""
@@ -63,7 +63,7 @@ class RamShare:
 def fill_ram(
     units: Sequence[UnitSpec],
     rest: Sequence[UnitSpec],
-    shipped: Sequence[UnitSpec],
+    grads_leave_gpu: Sequence[UnitSpec],
     budgets: Budgets,
     policy: Policy,
 ) -> RamShare:
@@ -72,14 +72,14 @@ def fill_ram(
     Args:
         units: all units, in forward order.
         rest: units that are not at home on the GPU.
-        shipped: units whose gradients leave the GPU.
+        grads_leave_gpu: units whose gradients leave the GPU.
         budgets: bytes of each tier.
         policy: the tiers that may hold state, and all else that decides sizes.
 
     Raises:
         PlanError: RAM is too short, and NVMe cannot take the rest or is not allowed to.
     """
-    fill = partial(_fill, units=units, rest=rest, shipped=shipped, budgets=budgets, policy=policy)
+    fill = partial(_fill, units=units, rest=rest, grads_leave_gpu=grads_leave_gpu, budgets=budgets, policy=policy)
     offloaded = [spec for spec in units if spec.activation_bytes]
     try:
         return fill(())
@@ -116,7 +116,7 @@ def _fill(
     *,
     units: Sequence[UnitSpec],
     rest: Sequence[UnitSpec],
-    shipped: Sequence[UnitSpec],
+    grads_leave_gpu: Sequence[UnitSpec],
     budgets: Budgets,
     policy: Policy,
 ) -> RamShare:
@@ -128,12 +128,12 @@ def _fill(
     taken = activations + total_bytes(passing_activations)
 
     # If gradients spill, groups are not summed in RAM (docs/decisions/0025), so no slots for gradients are needed.
-    waiting, spills_grads = _choose_waiting(taken, rest, shipped, budgets, policy)
-    slots = [] if spills_grads else grad_slots(waiting, policy)
-    held = _held_bytes(waiting, policy)
+    with_grads_in_ram, spills_grads = _choose_grads_in_ram(taken, rest, grads_leave_gpu, budgets, policy)
+    slots = [] if spills_grads else grad_slots(with_grads_in_ram, policy)
+    held = _held_bytes(with_grads_in_ram, policy)
     used = taken + held + total_bytes(slots)
     if used > budgets.ram:
-        raise _no_room_for_gradients(used, waiting, budgets, policy)
+        raise _no_room_for_gradients(used, with_grads_in_ram, budgets, policy)
 
     all_state = sum(state_bytes(spec) for spec in rest)
     needed = used + all_state
@@ -151,7 +151,7 @@ def _fill(
     else:
         spilling: set[str] = set()
         if spills_grads:
-            spilling = {spec.name for spec in trained_units(rest) if spec not in waiting}
+            spilling = {spec.name for spec in trained_units(rest) if spec not in with_grads_in_ram}
         homes, passing, chunk = _spill_some(rest, spilling, used, budgets, policy, spills_grads)
         slots += passing
 
@@ -159,7 +159,7 @@ def _fill(
         homes=homes,
         slots=(*slots, *passing_activations),
         chunk_elements=chunk,
-        waiting=frozenset(spec.name for spec in waiting),
+        with_grads_in_ram=frozenset(spec.name for spec in with_grads_in_ram),
         spills_grads=spills_grads,
         fixed_bytes=activations + held,
         spilled_activations=names,
@@ -174,10 +174,10 @@ def spills(spec: UnitSpec, homes: Homes) -> bool:
 # ---------------------------------------------------------------------- gradients
 
 
-def _choose_waiting(
+def _choose_grads_in_ram(
     taken: int,
     rest: Sequence[UnitSpec],
-    shipped: Sequence[UnitSpec],
+    grads_leave_gpu: Sequence[UnitSpec],
     budgets: Budgets,
     policy: Policy,
 ) -> tuple[Sequence[UnitSpec], bool]:
@@ -189,27 +189,27 @@ def _choose_waiting(
     Args:
         taken: bytes of RAM that activations take.
         rest: units that are not at home on the GPU.
-        shipped: those whose gradients leave the GPU.
+        grads_leave_gpu: those whose gradients leave the GPU.
         budgets: bytes of each tier.
         policy: the tiers that may hold state, and all that decides sizes.
     """
     # Gradients that are not held leave their slots in the backward itself, which NVMe could only slow down.
     held = policy.deferred or policy.groups > 1
-    if not (shipped and held and Tier.NVME in policy.state and budgets.nvme):
-        return shipped, False
+    if not (grads_leave_gpu and held and Tier.NVME in policy.state and budgets.nvme):
+        return grads_leave_gpu, False
 
     # If nothing spills, update chunks need no room either.
     room = budgets.ram - taken
-    wanted = sum(grad_bytes(spec, policy) for spec in shipped)
-    wanted += total_bytes(grad_slots(shipped, policy))
+    wanted = sum(grad_bytes(spec, policy) for spec in grads_leave_gpu)
+    wanted += total_bytes(grad_slots(grads_leave_gpu, policy))
     state = sum(state_bytes(spec) for spec in rest)
     if Tier.RAM in policy.state and wanted + state <= room:
-        return shipped, False
+        return grads_leave_gpu, False
 
     # If only state spills, the smallest update chunks need room.
     least = update_slots(policy.align_elements, rest, trained_units(rest), policy, spills_grads=False)
     if wanted + total_bytes(least) <= room:
-        return shipped, False
+        return grads_leave_gpu, False
 
     # Gradients spill too. Chunks come first, at the size for full speed of drives, and gradients get the rest.
     longest = max(spec.num_elements for spec in rest)
@@ -219,22 +219,22 @@ def _choose_waiting(
     room -= total_bytes(passing)
 
     # If a gradient is too large, a smaller one after it may still fit.
-    waiting = []
-    for spec in shipped:
+    with_grads_in_ram = []
+    for spec in grads_leave_gpu:
         size = grad_bytes(spec, policy)
         if size <= room:
-            waiting.append(spec)
+            with_grads_in_ram.append(spec)
             room -= size
 
-    return waiting, True
+    return with_grads_in_ram, True
 
 
-def _held_bytes(waiting: Sequence[UnitSpec], policy: Policy) -> int:
+def _held_bytes(with_grads_in_ram: Sequence[UnitSpec], policy: Policy) -> int:
     """Return the bytes of the gradients that are held in RAM."""
     # In the immediate mode the gradient of a single group leaves its slot at once.
     if not policy.deferred and policy.groups == 1:
         return 0
-    return sum(grad_bytes(spec, policy) for spec in waiting)
+    return sum(grad_bytes(spec, policy) for spec in with_grads_in_ram)
 
 
 def _deepened(plan: SlotPlan, free: int) -> SlotPlan:
@@ -370,14 +370,16 @@ def _host_ram_of(budgets: Budgets, policy: Policy) -> int:
     return (budgets.ram + budgets.shared_ram) * policy.num_host_ranks
 
 
-def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
+def _no_room_for_gradients(
+    used: int, with_grads_in_ram: Sequence[UnitSpec], budgets: Budgets, policy: Policy
+) -> PlanError:
     """Return the error that RAM is too short for gradients, if NVMe takes none."""
     what = "gradients and activations in RAM"
     other = "."
-    if not waiting:  # no gradient counts
+    if not with_grads_in_ram:  # no gradient counts
         other = ", set train.activations to recompute, or train on fewer tokens a step."
     elif policy.groups > 1:
-        sums = sum(grad_bytes(spec, policy) for spec in waiting) * policy.num_host_ranks
+        sums = sum(grad_bytes(spec, policy) for spec in with_grads_in_ram) * policy.num_host_ranks
         what = f"gradients and activations in RAM, {format_bytes_up(sums)} of it for sums of groups,"
         other = ", let NVMe hold state (tiers.nvme, tiers.state), so that sums go there, or lower train.groups."
     elif policy.deferred and policy.num_ranks == 1:

@@ -184,15 +184,15 @@ def _gpu_grad_slots(rest: Sequence[UnitSpec], policy: Policy) -> SlotPlan:
     )
 
 
-def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
+def grad_slots(with_grads_in_ram: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
     """Return the RAM slots through which gradients pass to their sums, or in the immediate mode to their updates."""
     # Gradients of a single group wait at home, and ranks take their sums on the GPU. Neither pass through slots.
     waits_at_home = policy.deferred and policy.groups == 1
     sums_on_gpu = policy.num_ranks > 1 and policy.groups > 1
-    if not waiting or waits_at_home or sums_on_gpu:
+    if not with_grads_in_ram or waits_at_home or sums_on_gpu:
         return []
 
-    largest = max(grad_bytes(spec, policy) for spec in waiting)
+    largest = max(grad_bytes(spec, policy) for spec in with_grads_in_ram)
     plan = SlotPlan(
         tier=Tier.RAM,
         kind=Kind.GRAD,
