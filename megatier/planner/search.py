@@ -33,20 +33,20 @@ POLICIES_SEARCHED = tuple(policy.value for policy in Activations)
 """Activation policies, from the one that recomputes least."""
 SHARES_SEARCHED = (0.8, 0.5, 0.15, 0.0)
 """Saved shares. 0 goes with the policies that save only a layer's input, all others go with `keep`."""
-KEPT_ATTENTION = "train.kept_attention"
-TILE = "model.tile_tokens"
+KEPT_ATTENTION_SETTING = "train.kept_attention"
+TILE_SETTING = "model.tile_tokens"
 TILE_TOKENS = 16_384
 """Tokens of a tile. Each tile adds to the gradients of all its weights, so smaller tiles are slow."""
-WORTH_OF_TILES = 0.03
+LEAST_GAIN_OF_TILES = 0.03
 """If a run fits without tiles, they must save this share of a step to be chosen."""
-OFFLOAD_ATTENTION = "train.offload_attention"
+OFFLOAD_ATTENTION_SETTING = "train.offload_attention"
 STREAMED_SHARES_SEARCHED = (0.0, 0.3, 0.5, 0.6)
 """Shares of the parameters at home in RAM whose units stream (`tiers.streamed_share`)."""
 GENERATIONS_SEARCHED = (1, 2)
 """Generations of units that spill. Two let updates run in the backward."""
-MARGIN = 0.06
+GPU_MARGIN = 0.06
 """Share of the GPU that stays free, because activations are estimated. No measured run was further off."""
-WORTH = 0.005
+LEAST_GAIN = 0.005
 """More groups, slices or streaming must save this share of a step to be chosen."""
 
 
@@ -87,7 +87,7 @@ def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
         UnsupportedModelError: the model cannot be streamed.
     """
     config = setup.config
-    is_open = TILE not in fixed and config.model.tile_tokens is None
+    is_open = TILE_SETTING not in fixed and config.model.tile_tokens is None
 
     # A sequence that is no longer than a tile would be one tile, which saves nothing.
     can_cut = is_open and config.data.sequence_length > TILE_TOKENS
@@ -103,14 +103,14 @@ def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
     # Tiles recompute products and change bits. So they are chosen only for long sequences, if nothing fits without
     # them or if the memory that they free saves more time than they cost.
     try:
-        cut = _search_settings(setup.changed({TILE: TILE_TOKENS}), fixed)
+        cut = _search_settings(setup.changed({TILE_SETTING: TILE_TOKENS}), fixed)
     except PlanError:
         if whole is None:
             raise
         return whole
-    if whole is not None and cut.seconds > whole.seconds * (1 - WORTH_OF_TILES):
+    if whole is not None and cut.seconds > whole.seconds * (1 - LEAST_GAIN_OF_TILES):
         return whole
-    return replace(cut, settings={TILE: TILE_TOKENS, **cut.settings})
+    return replace(cut, settings={TILE_SETTING: TILE_TOKENS, **cut.settings})
 
 
 def _search_settings(setup: Setup, fixed: frozenset[str]) -> Choice:
@@ -124,15 +124,15 @@ def _search_settings(setup: Setup, fixed: frozenset[str]) -> Choice:
 
     # The sort is stable, so among trials with equal compute the simplest comes first.
     for settings, wanted in sorted(_list_trials(setup, fixed), key=lambda pair: pair[1].compute_seconds):
-        limit = float("inf") if best is None else best.seconds * (1 - WORTH)
+        limit = float("inf") if best is None else best.seconds * (1 - LEAST_GAIN)
 
         # Trials are sorted by compute, so none of those that follow can be faster.
         if wanted.compute_seconds >= limit:
             break
 
         # Attention is offloaded only if it has no room on the GPU, so that link and RAM have less to do.
-        others = tuple((name, value) for name, value in settings.items() if name != OFFLOAD_ATTENTION)
-        if settings.get(OFFLOAD_ATTENTION) and others in that_fit:
+        others = tuple((name, value) for name, value in settings.items() if name != OFFLOAD_ATTENTION_SETTING)
+        if settings.get(OFFLOAD_ATTENTION_SETTING) and others in that_fit:
             continue
 
         try:
@@ -236,11 +236,11 @@ def _combine_computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]
 
         # A compiled layer with a share above 0 keeps attention by its share, so there is nothing to choose.
         repeats = share == 0 if setup.compiles else not activations.keeps_graph
-        kept = {KEPT_ATTENTION: (True, False)} if repeats else {}
+        kept = {KEPT_ATTENTION_SETTING: (True, False)} if repeats else {}
         for attention in _combine(config, kept, fixed):
             # The output of attention stays on the GPU, or is offloaded with the input of its layer.
-            can_leave = attention.get(KEPT_ATTENTION) and activations.offloads_input
-            offloaded = {OFFLOAD_ATTENTION: (False, True)} if can_leave else {}
+            can_leave = attention.get(KEPT_ATTENTION_SETTING) and activations.offloads_input
+            offloaded = {OFFLOAD_ATTENTION_SETTING: (False, True)} if can_leave else {}
             for offload in _combine(config, offloaded, fixed):
                 yield settings | attention | offload
 
@@ -282,7 +282,7 @@ def _fit_gpu_budget(trial: Trial) -> Trial:
     if trial.gpu_bytes is None:
         return trial
 
-    left = int(trial.gpu_bytes * (1 - MARGIN) - trial.activations.peak)
+    left = int(trial.gpu_bytes * (1 - GPU_MARGIN) - trial.activations.peak)
     if left <= 0:
         needed = round(trial.activations.peak)
         had = round(trial.gpu_bytes)

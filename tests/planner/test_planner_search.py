@@ -16,7 +16,7 @@ from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainCon
 from megatier.errors import PlanError
 from megatier.planner import search as searching
 from megatier.planner import trial as trials
-from megatier.planner.search import MARGIN, WORTH, search
+from megatier.planner.search import GPU_MARGIN, LEAST_GAIN, search
 from megatier.planner.trial import Trial
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.drive_rates import DriveRates
@@ -89,7 +89,7 @@ def test_search_finds_what_trying_everything_finds(case: str) -> None:
         seconds.append(trial.forecast(placement).seconds)
         assert trial.compute_seconds <= trial.least_seconds(placement) <= seconds[-1] + 1e-9
     choice = search(elsewhere(config, rates, budgets, model=model))
-    assert min(seconds) <= choice.seconds <= min(seconds) / (1 - WORTH)
+    assert min(seconds) <= choice.seconds <= min(seconds) / (1 - LEAST_GAIN)
 
 
 def test_search_for_ranks_finds_what_trying_everything_finds() -> None:
@@ -104,7 +104,7 @@ def test_search_for_ranks_finds_what_trying_everything_finds() -> None:
     assert {settings["tiers.streamed_share"] for settings, _ in fitted} == set(searching.STREAMED_SHARES_SEARCHED)
     least = min(trial.forecast(trial.placed()).seconds for _, trial in fitted)
     choice = search(elsewhere(config, rates, budgets, world=world, model=model))
-    assert least <= choice.seconds <= least / (1 - WORTH)
+    assert least <= choice.seconds <= least / (1 - LEAST_GAIN)
     assert choice.trial.budgets == replace(
         Budgets(64 * MIB, ram, 512 * MIB).of_rank(world), gpu=choice.trial.budgets.gpu
     )
@@ -144,7 +144,7 @@ def test_search_leaves_settings_that_were_given(given: dict[str, Any]) -> None:
     choice = search(elsewhere(config, rates, budgets, model=model), fixed)
     assert fixed.isdisjoint(choice.settings)
     free = search(elsewhere(config, rates, budgets, model=model))
-    assert free.seconds <= choice.seconds / (1 - WORTH)
+    assert free.seconds <= choice.seconds / (1 - LEAST_GAIN)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_search_with_updates_in_the_backward_finds_what_trying_everything_finds(
         for _, trial in searching._list_trials(elsewhere(config, rates, budgets, model=model), frozenset())
     ]
     least = min(trial.forecast(trial.placed()).seconds for trial in fitted)
-    assert least <= search(elsewhere(config, rates, budgets, model=model)).seconds <= least / (1 - WORTH)
+    assert least <= search(elsewhere(config, rates, budgets, model=model)).seconds <= least / (1 - LEAST_GAIN)
 
 
 @pytest.mark.parametrize("guard", [False, True])
@@ -266,7 +266,7 @@ def test_search_choice_is_what_its_settings_make() -> None:
     trial = Trial.of(elsewhere(config.changed(choice.settings), rates, budgets, model=model))
     assert trial.forecast(trial.placed()).seconds == choice.seconds
     assert rates.gpu_bytes is not None
-    assert budgets.gpu + trial.activations.peak <= rates.gpu_bytes * (1 - MARGIN) + 1
+    assert budgets.gpu + trial.activations.peak <= rates.gpu_bytes * (1 - GPU_MARGIN) + 1
 
 
 def test_search_with_nothing_that_fits_says_what_is_short() -> None:
