@@ -36,7 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from megatier.compute.attention_kernels import FLEX, allowed_kernels, is_attention
 from megatier.compute.compile_clock import CLOCK
 from megatier.compute.dynamic_shapes import PlanningRule, install_planning, mark_dynamic, planning, tensors_in
-from megatier.compute.fp8 import find_quantized_weights, find_scales
+from megatier.compute.fp8 import find_quantised_weights, find_scales
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -165,7 +165,7 @@ class AttentionMarks(CustomGraphPass):
         for node in find_scales(graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         # Otherwise the compiler would save them for the backward, since they are half as large as the weights.
-        for node in find_quantized_weights(graph):
+        for node in find_quantised_weights(graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
     def uuid(self) -> str:

@@ -8,7 +8,7 @@ The rows of x (tokens), of w (outputs) and of the gradient g have one scale each
     dx = sg s (g8 v8)           g8 = g / sg, v8 = w / s, rounded to e4m3, where s is the largest sw
     dw = t (g8^T z8)            z8 = x8 sx sg / t, rounded to e4m3, where t is the largest sx sg
 
-The forward saves only x8 of an input, and the backward quantizes a gradient once for both of its products.
+The forward saves only x8 of an input, and the backward quantises a gradient once for both of its products.
 
 A token's y and dx do not depend on other tokens, so not on slices, tiles of tokens or neighbours in a batch. dw is a
 sum over tokens, so scales cannot be applied after it. They are applied to x8 before it, as shifts of the exponent: z8.
@@ -116,8 +116,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
-        rows8, row_scale = quantize_rows(rows)
-        weight8, weight_scale = quantize_rows(weight)
+        rows8, row_scale = quantise_rows(rows)
+        weight8, weight_scale = quantise_rows(weight)
 
         # The weight itself is saved, since that is only an address, while its FP8 copy would take memory.
         kept = (rows8, row_scale) if ctx.needs_input_grad[1] else (None, None)
@@ -127,7 +127,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
         rows8, row_scale, weight, weight_scale = ctx.saved_tensors
-        grad8, grad_scale = quantize_rows(grads[0])
+        grad8, grad_scale = quantise_rows(grads[0])
         of_rows = of_weight = None
 
         if ctx.needs_input_grad[0]:
@@ -148,7 +148,7 @@ class _CodesProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:  # noqa: ANN401
-        rows8, row_scale = quantize_rows(rows)
+        rows8, row_scale = quantise_rows(rows)
         ctx.save_for_backward(codes, scale)
         return _result(rows8, row_scale, codes, scale)
 
@@ -157,7 +157,7 @@ class _CodesProduct(torch.autograd.Function):
         codes, scale = ctx.saved_tensors
 
         # The scales of stored rows may differ too much to be applied to the codes, so they are applied to the gradient.
-        grad8, grad_scale = quantize_rows(grads[0].float() * scale.t())
+        grad8, grad_scale = quantise_rows(grads[0].float() * scale.t())
         of_rows = _grad_of_rows(grad8, grad_scale, transpose_fp8(codes))
         return of_rows, None, None
 
@@ -182,13 +182,13 @@ def _apply_codes(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 _multiply_codes: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compiler.allow_in_graph(_apply_codes)
 
 
-def quantize_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix or a stack to FP8. Return it with one fp32 scale per row."""
-    # The maximum must be fp32. A compiler computes it from unrounded values; if it were bf16, the kernel that quantizes
+def quantise_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a matrix or a stack to FP8. Return it with one fp32 scale per row."""
+    # The maximum must be fp32. A compiler computes it from unrounded values; if it were bf16, the kernel that quantises
     # would see it before rounding and the one that applies the scale after rounding. Where rounding passes a power of
     # two, the two scales would differ by a factor of 2.
     scale = amax_to_scale(tensor.float().abs().amax(-1, keepdim=True))
-    return quantize(tensor, scale), scale
+    return quantise(tensor, scale), scale
 
 
 def amax_to_scale(amax: Tensor) -> Tensor:
@@ -198,8 +198,8 @@ def amax_to_scale(amax: Tensor) -> Tensor:
     return (bounded.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
 
 
-def quantize(tensor: Tensor, scale: Tensor) -> Tensor:
-    """Quantize a matrix to FP8 by scales that are powers of two."""
+def quantise(tensor: Tensor, scale: Tensor) -> Tensor:
+    """Quantise a matrix to FP8 by scales that are powers of two."""
     return (tensor.float() * reciprocal(scale)).to(FP8_DTYPE)
 
 
@@ -283,8 +283,8 @@ def _aligned(count: int) -> int:
     return (count + ALIGNED - 1) // ALIGNED * ALIGNED
 
 
-def find_quantized_weights(graph: Graph) -> list[Node]:
-    """Return the nodes of a joint graph that quantize only one of its inputs, such as a weight.
+def find_quantised_weights(graph: Graph) -> list[Node]:
+    """Return the nodes of a joint graph that quantise only one of its inputs, such as a weight.
 
     The compiler would save the FP8 weight for the backward, since it is half as large as the weight. But the weight
     itself stays on its tier meanwhile, and takes no GPU memory.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from megatier.compute.fp8 import ALIGNED, FP8_DTYPE, quantize, quantize_rows, reciprocal, transpose_fp8
+from megatier.compute.fp8 import ALIGNED, FP8_DTYPE, quantise, quantise_rows, reciprocal, transpose_fp8
 from megatier.readback import on_host
 
 FIRST_MATRICES = ("gate_up_proj", "up_proj")
@@ -179,8 +179,8 @@ class _StackProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, copies: int, *layout: Tensor) -> Tensor:  # noqa: ANN401
         _, _, place, pair, ends = layout
-        rows8, row_scale = quantize_rows(rows)  # [M, K], [M, 1]
-        weight8, weight_scale = quantize_rows(weight)  # [E, N, K], [E, N, 1]
+        rows8, row_scale = quantise_rows(rows)  # [M, K], [M, 1]
+        weight8, weight_scale = quantise_rows(weight)  # [E, N, K], [E, N, 1]
         ctx.copies = copies
         # Only the gradient of the weight needs rows. They are saved before gathering, once for each token.
         kept = (rows8, row_scale) if ctx.needs_input_grad[1] else (None, None)
@@ -197,15 +197,15 @@ class _StackProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         rows8, row_scale, weight, weight_scale, expert, is_own, place, pair, ends = ctx.saved_tensors
         copies = ctx.copies
-        grad8, grad_scale = quantize_rows(grads[0])  # [P, N], [P, 1]
+        grad8, grad_scale = quantise_rows(grads[0])  # [P, N], [P, 1]
         gathered_grad = _gather_rows(grad8, pair, 1)  # [R, N]
         of_rows = of_weight = None
 
         if ctx.needs_input_grad[0]:
-            # The sum is over outputs, so their scales cannot be applied after it. The weight is quantized again with
+            # The sum is over outputs, so their scales cannot be applied after it. The weight is quantised again with
             # one scale per expert.
             largest = weight_scale.amax(1, keepdim=True)  # [E, 1, 1]
-            weight8 = _quantize_transposed(weight, largest)  # [E, K, N]
+            weight8 = _quantise_transposed(weight, largest)  # [E, K, N]
             ones = weight_scale.new_ones(weight8.shape[:2])  # [E, K]
             raw = _grouped_mm(gathered_grad, weight8, ones, ends, False)  # [R, K]
             scaled = raw[place].float()  # [P, K]
@@ -261,11 +261,11 @@ def _gather_rows(codes: Tensor, pair: Tensor, copies: int) -> Tensor:
     return rows.where(has_pair, 0).view(FP8_DTYPE)
 
 
-def _quantize_transposed(weight: Tensor, scale: Tensor) -> Tensor:
-    """Quantize a stack [E, N, K] by scales [E, 1, 1], to a contiguous one [E, K, N]."""
+def _quantise_transposed(weight: Tensor, scale: Tensor) -> Tensor:
+    """Quantise a stack [E, N, K] by scales [E, 1, 1], to a contiguous one [E, K, N]."""
     transposed = weight.transpose(1, 2)
     if transposed.is_contiguous():
-        return quantize(transposed, scale)
+        return quantise(transposed, scale)
     return _transpose_stack(weight, reciprocal(scale))
 
 

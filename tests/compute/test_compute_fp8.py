@@ -118,7 +118,7 @@ def test_fp8_rows_that_fill_up_a_product_change_nothing() -> None:
 @pytest.mark.parametrize("largest", [2.9e38, 448.0, 450.0, 447.0, 1.0, 2.0**-100, 2.0**-120, 1e-39, 0.0])
 def test_fp8_scale_is_a_power_of_two_that_makes_the_largest_number_fit(largest: float) -> None:
     rows = torch.tensor([[largest, -largest / 2, 0.0, largest / 64]], dtype=torch.bfloat16)
-    codes, scale = fp8.quantize_rows(rows)
+    codes, scale = fp8.quantise_rows(rows)
     assert math.frexp(scale.item())[0] == 0.5
     top, code = torch.finfo(FP8_DTYPE).max, codes.float().abs().max().item()
     assert code <= top
