@@ -329,11 +329,11 @@ class NumericsConfig(Section):
     products_except: tuple[str, ...] = ()
     """Modules that stay in bf16 under fp8, as patterns such as model.layers.0 and *.down_proj."""
     guard: bool = True
-    """Check loss and gradient norm of each step, and leave out a step in which one is NaN or infinite: no weight
+    """Check loss and gradient norm of each step, and skip a step in which one is NaN or infinite: no weight
     changes. Gradients wait for this check, as they do for clipping. False: such a step ends the run. If clipping is off
     too, layers are updated inside the backward, so that step is applied in part."""
     max_skips: int = 3
-    """Steps in a row that the guard may leave out, at least 0. One more ends the run."""
+    """Steps in a row that the guard may skip, at least 0. One more ends the run."""
 
     def __post_init__(self) -> None:
         """Check each value."""

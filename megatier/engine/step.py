@@ -413,7 +413,7 @@ class Engine:
                 self.model.stage.checks_finite = False
 
         num_before = self._skips - 1
-        in_a_row = f", and {num_before} steps before it were left out" if num_before > 0 else ""
+        in_a_row = f", and {num_before} steps before it were skipped" if num_before > 0 else ""
         return NonFiniteError(
             f"the {what} of step {step} is not finite{in_a_row}{where}. No update of this step was written. "
             f"{NON_FINITE_REMEDY}"

@@ -195,7 +195,7 @@ def _differ(before: Tensor | None, after: Tensor | None, *, is_plain: bool) -> b
     is_exact = is_plain and not before.is_cuda
     tolerance = 0.0 if is_exact else ROUNDING_TOLERANCES.get(before.dtype, COARSE)
 
-    # Not finite is no difference: the step is left out for that.
+    # Not finite is no difference: the step is skipped for that.
     one = before.double()
     other = after.double()
     change = (other - one).norm()

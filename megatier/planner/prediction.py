@@ -73,7 +73,7 @@ class Prediction:
     def observe(self, events: Iterable[TraceEvent]) -> Correction | None:
         """Take the events of the next step of this process.
 
-        Steps in which the drives were idle do not count, such as a step after one that was left out.
+        Steps in which the drives were idle do not count, such as a step after one that was skipped.
 
         Returns:
             The correction, once, after enough steps. From then on the forecast is the corrected one.

@@ -39,7 +39,7 @@ from megatier.tier import round_up
 from megatier.trace.recorder import Recorder
 
 HISTORY = 8
-"""The number of last steps that decide: if more than half of them were clipped or left out, no unit speculates."""
+"""The number of last steps that decide: if more than half of them were clipped or skipped, no unit speculates."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Speculation:
         """Guards `void_bytes` and the attempt's `moved_bytes`, which the queue and `abandon` change."""
 
         self._clipped: deque[bool] = deque(maxlen=HISTORY)
-        """Whether each of the last steps was clipped, or left out."""
+        """Whether each of the last steps was clipped, or skipped."""
         self._is_closed = False
         self._attempt: Attempt | None = None
         self._transfers: dict[str, Transfer] = {}
@@ -185,7 +185,7 @@ class Speculation:
         the rest in the other.
 
         Args:
-            clipped: whether the step is clipped or left out.
+            clipped: whether the step is clipped or skipped.
         """
         self._clipped.append(clipped)
         if (attempt := self._attempt) is None:

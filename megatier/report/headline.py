@@ -34,7 +34,7 @@ def describe_status(run: RecordedRun) -> str:
     if run.history.is_cut:
         sentences.append(f"The last line of {METRICS_FILE} is cut, as a kill may leave it, and is not shown.")
     if num_skipped := sum(step.skipped is not None for step in steps):
-        sentences.append(f"Steps left out because they were not finite: {num_skipped}.")
+        sentences.append(f"Steps skipped because they were not finite: {num_skipped}.")
     if learns_nothing([step.grad_norm for step in steps]):
         # A warning begins with a small letter.
         sentences.append(f"{REMARK[0].upper()}{REMARK[1:]}")

@@ -85,7 +85,7 @@ class Step(StepReport):
     """A step that ended. Figures that older versions did not write are None, or empty."""
 
     skipped: str | None = None
-    """Why the step was left out; None: it was not."""
+    """Why the step was skipped; None: it was not."""
     moved_bytes: ByName
     """Bytes per queue since the step before."""
     demanded_bytes: ByName

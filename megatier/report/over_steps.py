@@ -65,12 +65,12 @@ def _speeds(run: RecordedRun) -> list[Line]:
 
 
 def _marks(run: RecordedRun) -> list[Mark]:
-    """Return the events of steps: where a process went on, and which were left out."""
+    """Return the events of steps: where a process went on, and which were skipped."""
     later = run.history.openings[1:]
     skipped = [step for step in run.steps if step.skipped is not None]
     marks = [
         Mark("went on", [opening.step for opening in later], tone=7),
-        Mark("left out", [step.step for step in skipped], tone=3),
+        Mark("skipped", [step.step for step in skipped], tone=3),
     ]
 
     # A mark without steps would stand in the legend all the same.

@@ -217,7 +217,7 @@ class Loop:
         progress.update(report)
         if result.skipped is not None:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
-            progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
+            progress.note(f"step {step} is skipped, so that no weight changes: {what} is not finite")
         self._record(figures)
         self._correct_forecast(step, events, progress)
 

@@ -167,7 +167,7 @@ class StepReports:
             say(
                 console,
                 f"updates in the backward: confirmed in {outcomes['confirmed']} steps, void in {outcomes['void']} that "
-                f"clipped or were left out, which moved {format_bytes(speculation.void_bytes)} in vain",
+                f"clipped or were skipped, which moved {format_bytes(speculation.void_bytes)} in vain",
             )
 
         if self._compile_seconds:

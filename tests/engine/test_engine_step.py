@@ -1,4 +1,4 @@
-"""Groups share a step's loss; steps that are not finite are left out, named, and too many in a row end the run."""
+"""Groups share a step's loss; steps that are not finite are skipped, named, and too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_guard_more_steps_in_a_row_than_may_be_left_out_end_the_run(tmp_path: Pa
             take_steps(session, run, [5])
         found = outcome(session, [])
     assert str(caught.value) == (
-        "the gradient norm of step 5 is not finite, and 1 steps before it were left out; first in the gradient of "
+        "the gradient norm of step 5 is not finite, and 1 steps before it were skipped; first in the gradient of "
         "lm_head.weight. No update of this step was written. Lower the learning rate, clip gradients to a norm, or "
         "look at the data of this step."
     )

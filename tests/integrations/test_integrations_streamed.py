@@ -326,11 +326,11 @@ def test_step_that_is_not_finite_is_left_out_and_too_many_end_the_run(tmp_path: 
             assert streamed.last is not None
             assert streamed.last.skipped
         streamed.model(**batch).loss.backward()
-        with pytest.raises(NonFiniteError, match="3 steps before it were left out"):
+        with pytest.raises(NonFiniteError, match="3 steps before it were skipped"):
             streamed.optimizer.step()
         assert same(streamed.state_dict(), before)
 
         # The loop may go on. Its forwards do not look at each unit's numbers, as the one that finds the unit does.
         streamed.model(**batch).loss.backward()
-        with pytest.raises(NonFiniteError, match="4 steps before it were left out"):
+        with pytest.raises(NonFiniteError, match="4 steps before it were skipped"):
             streamed.optimizer.step()

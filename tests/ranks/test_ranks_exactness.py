@@ -133,7 +133,7 @@ RUNS = {
     "experts in FP8": RankRun(model="expert products", products="fp8", expert_parts=3, steps=2),
     "one round": RankRun(groups=2),
     "not clipped": RankRun(clip=None),
-    "steps left out": RankRun(learning_rate=1e38),
+    "steps skipped": RankRun(learning_rate=1e38),
 }
 
 

@@ -194,8 +194,8 @@ def test_page_of_a_run_that_went_on_says_where_and_compares_the_last_process(run
     last = step(3, moved_bytes=moved, demanded_bytes={"nvme_to_ram": 1000}, skipped="loss", loss="nan")
     page = record(run, BEGINS, step(1), step(2), {**BEGINS, "step": 2}, last)
     assert "or was killed or ended by an error: step 3 of 1,000." in page.words[2]
-    assert "It went on after step 2. Steps left out because they were not finite: 1." in page.words[2]
-    assert "went on|left out" in page.section("Loss and throughput")
+    assert "It went on after step 2. Steps skipped because they were not finite: 1." in page.words[2]
+    assert "went on|skipped" in page.section("Loss and throughput")
     assert "nvme_to_ram|1.0 MiB|1.0 MiB|1000 B|+1,047,576 B" in page.section("What moved")
 
 

@@ -183,7 +183,7 @@ def test_train_run_with_two_generations_says_what_became_of_its_guesses(
     assert re.search(
         r"[1-9]\d* units spill to NVMe and are updated in the backward, before the norm is known\. If", output
     )
-    assert "confirmed in 3 steps, void in 0 that clipped or were left out" in output
+    assert "confirmed in 3 steps, void in 0 that clipped or were skipped" in output
     assert [record["speculation"] for record in metrics(tmp_path) if "loss" in record] == ["kept"] * 3
 
 
@@ -194,7 +194,7 @@ def test_train_with_generations_in_ram_says_how_many_units_have_two(
     assert main(command(tmp_path, settings)) == 0
     output = capsys.readouterr().out
     assert re.search(r"[1-9]\d* units in RAM have a second place there and are updated in the backward", output)
-    assert "confirmed in 3 steps, void in 0 that clipped or were left out" in output
+    assert "confirmed in 3 steps, void in 0 that clipped or were skipped" in output
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_train_step_that_is_not_finite_is_left_out_and_said(
 ) -> None:
     spoil_losses(monkeypatch, {2})
     assert main(command(tmp_path, {"tiers.state": "ram", "train.clip": clip})) == 0
-    said = "step 2 is left out, so that no weight changes: the gradient of lm_head.weight is not finite"
+    said = "step 2 is skipped, so that no weight changes: the gradient of lm_head.weight is not finite"
     assert said in capsys.readouterr().out
     steps = [record for record in metrics(tmp_path) if "loss" in record]
     assert [record["skipped"] for record in steps] == [None, "lm_head.weight", None]
@@ -243,7 +243,7 @@ def test_train_more_steps_in_a_row_than_may_be_left_out_end_the_run(
     words = command(tmp_path, {"train.steps": 6, "train.schedule": "constant", "numerics.max_skips": 2})
     assert main(words) == 2
     message = capsys.readouterr().err
-    assert "the loss of step 5 is not finite, and 2 steps before it were left out; first in the gradient of" in message
+    assert "the loss of step 5 is not finite, and 2 steps before it were skipped; first in the gradient of" in message
     assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2, 3, 4]
     assert main(["resume", str(tmp_path / "run")]) == 0
     assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2, 3, 4, 6], (
