@@ -132,8 +132,8 @@ class Turns:
         # Before the turns, where chat templates look for it.
         system = _system(_value(record, self.system), place)
         tools = _value(record, self.tools)
-        found = _conversation(system + messages, tools, place)
-        return _with_images(found, record, self.images, self.media)
+        conversation = _conversation(system + messages, tools, place)
+        return _with_images(conversation, record, self.images, self.media)
 
     def messages(self, record: dict[str, Any], place: str) -> list[dict[str, Any]]:
         """Return the turns of a record as messages.
@@ -221,8 +221,8 @@ class Alpaca:
         for question, answer in rounds:
             messages.append({"role": "user", "content": question})
             messages.append({"role": ASSISTANT, "content": answer})
-        found = _conversation(messages, None, place)
-        return _with_images(found, record, self.images, self.media)
+        conversation = _conversation(messages, None, place)
+        return _with_images(conversation, record, self.images, self.media)
 
     def _earlier_rounds(self, record: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:
         """Yield the earlier rounds, as prompt and answer."""
@@ -266,11 +266,11 @@ class PromptCompletion:
 
     def _messages(self, record: dict[str, Any], key: str, role: str, place: str) -> list[dict[str, Any]]:
         """Return what lies under a key as messages; a text is one of this role."""
-        found = record.get(key)
+        content = record.get(key)
 
-        if isinstance(found, list):
+        if isinstance(content, list):
             return Turns(turns=key, images=self.images).messages(record, place)
-        return [{"role": role, "content": _text(found, key, place)}]
+        return [{"role": role, "content": _text(content, key, place)}]
 
 
 def _check_template_settings(record: dict[str, Any], place: str) -> None:
@@ -297,8 +297,8 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Con
                 f"It is named {ASSISTANT!r} here; for another name set assistant_tag in a dataset_info.json and give "
                 "data.files PATH/dataset_info.json#NAME, or rename it."
             )
-        found = f"; its roles are {', '.join(roles)}" if roles else ""
-        raise DataError(f"{place}: no turn of the assistant, so nothing to learn{found}. {remedy}")
+        remark = f"; its roles are {', '.join(roles)}" if roles else ""
+        raise DataError(f"{place}: no turn of the assistant, so nothing to learn{remark}. {remedy}")
 
     # Tables cannot hold tools of any shape, so many datasets hold them as JSON in a text.
     if isinstance(tools, str) and tools.strip():

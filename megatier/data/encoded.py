@@ -43,7 +43,7 @@ BYTE_ORDER_MARKS = (
 """Byte order marks of encodings that are no UTF-8. UTF-32's begins with UTF-16's, so it comes first."""
 
 
-def read_text(path: Path, found: Format) -> str:
+def read_text(path: Path, file_format: Format) -> str:
     """Return the text of a whole file.
 
     Raises:
@@ -51,7 +51,7 @@ def read_text(path: Path, found: Format) -> str:
         OSError: it cannot be read, or is no regular file.
     """
     raw = bytearray()
-    for piece in _pieces(path, found):
+    for piece in _pieces(path, file_format):
         # Checked as it grows: a few compressed bytes may stand for more than RAM holds.
         raw += piece
         _check_size(path, len(raw))
@@ -59,7 +59,7 @@ def read_text(path: Path, found: Format) -> str:
     return text.removeprefix(BOM)
 
 
-def read_lines(path: Path, found: Format) -> Iterator[tuple[bytes, int]]:
+def read_lines(path: Path, file_format: Format) -> Iterator[tuple[bytes, int]]:
     """Yield each line in UTF-8, with its end, and the number of its first byte. `decode` makes text of it.
 
     Raises:
@@ -68,7 +68,7 @@ def read_lines(path: Path, found: Format) -> Iterator[tuple[bytes, int]]:
     """
     offset = 0
     rest = bytearray()
-    for piece in _pieces(path, found):
+    for piece in _pieces(path, file_format):
         start = 0
         while (stop := piece.find(b"\n", start) + 1) > 0:
             line = bytes(rest) + piece[start:stop]
@@ -114,14 +114,14 @@ def decode(raw: bytes, place: str, offset: int = 0) -> str:
     return text
 
 
-def check_head(path: Path, found: Format) -> None:
+def check_head(path: Path, file_format: Format) -> None:
     """Look at the first bytes of a file that is to be read as text, so that a run is refused before it begins.
 
     Raises:
         DataError: it is damaged or no text, with the place.
         OSError: it cannot be read, or is no regular file.
     """
-    with closing(_pieces(path, found)) as pieces:
+    with closing(_pieces(path, file_format)) as pieces:
         head = next(pieces, b"")[:HEAD_BYTES]
 
     # The last character may be cut, and what is left of it says nothing.
@@ -133,12 +133,12 @@ def check_head(path: Path, found: Format) -> None:
     decode(head, str(path))
 
 
-def _pieces(path: Path, found: Format) -> Generator[bytes]:
+def _pieces(path: Path, file_format: Format) -> Generator[bytes]:
     """Yield the bytes of a file in UTF-8, if the mark at its beginning says that they are in another encoding.
 
     A mark stays where it is, so that bytes keep their numbers.
     """
-    pieces = _unpack(path, found.compression)
+    pieces = _unpack(path, file_format.compression)
     first = next(pieces, b"")
 
     # A decompressor may give fewer bytes than a mark has.

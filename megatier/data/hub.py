@@ -25,10 +25,10 @@ def load(config: DataConfig, split: str) -> Any:  # noqa: ANN401  datasets has n
         DataError: there is no such dataset, subset, split or revision, it cannot be reached, or `datasets` is missing.
     """
     with _opening(config) as datasets:
-        found = datasets.load_dataset(_name(config), config.subset, split=split, revision=config.revision)
+        rows = datasets.load_dataset(_name(config), config.subset, split=split, revision=config.revision)
 
         # As tables, whose images are the bytes of their files: the library would decode them.
-        return found.with_format("arrow") if config.images else found
+        return rows.with_format("arrow") if config.images else rows
 
 
 def stream(config: DataConfig, split: str) -> tuple[Any, str | None]:

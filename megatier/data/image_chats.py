@@ -150,9 +150,9 @@ class ImageChats:
             self._ahead.append((key, task))
 
         # The batch is removed only after the wait, so that an interrupt during the wait loses nothing.
-        made = self._ahead[0][1].result()
+        groups = self._ahead[0][1].result()
         self._ahead.popleft()
-        return made
+        return groups
 
     def holdout(self, batch: int, count: int) -> Iterator[list[Group]]:
         """Yield the held-out batches in order, each as `count` groups. The last one may be smaller."""
@@ -189,10 +189,10 @@ class ImageChats:
             return []
 
         num_groups = len(groups)
-        found = list(itertools.islice(self._packs_with_images(), num_groups))
+        with_images = list(itertools.islice(self._packs_with_images(), num_groups))
 
         # If too few conversations have images, some are repeated.
-        repeated = itertools.islice(itertools.cycle(found), num_groups)
+        repeated = itertools.islice(itertools.cycle(with_images), num_groups)
         return [self._columns([pack]) for pack in repeated]
 
     def _packs_with_images(self) -> Iterator[Pack]:

@@ -139,14 +139,14 @@ def join_rows(
         DataError: images of two conversations would touch, in a model that sees a whole image at once.
     """
     rows = [_sequence(pack, num_tokens, pad_token, positions) for pack in packs]
-    found = {}
+    joined = {}
     for name in _names_in(rows):
         parts = [row[name] for row in rows if name in row]
 
         # Positions of three axes have the axis before the row.
         has_axes = name == "position_ids" and parts[0].dim() == 3
-        found[name] = torch.cat(parts, dim=1 if has_axes else 0)
-    return found
+        joined[name] = torch.cat(parts, dim=1 if has_axes else 0)
+    return joined
 
 
 def _sequence(pack: Sequence[Columns], num_tokens: int, pad_token: int, positions: Positions) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ def _sequence(pack: Sequence[Columns], num_tokens: int, pad_token: int, position
         ends_in_image = kinds is not None and bool(kinds[0, -1] == 1)
         by_token.append({**of_tokens, "position_ids": positions(columns)})
 
-    found: dict[str, Tensor] = {}
+    joined: dict[str, Tensor] = {}
     for name in _names_in(by_token):
         parts = []
         for columns in by_token:
@@ -175,14 +175,14 @@ def _sequence(pack: Sequence[Columns], num_tokens: int, pad_token: int, position
             parts.append(columns.get(name, absent))
         joined_part = torch.cat(parts, dim=-1)
         left = num_tokens - joined_part.shape[-1]
-        found[name] = torch.nn.functional.pad(joined_part, (0, left), value=fill.get(name, 0))
+        joined[name] = torch.nn.functional.pad(joined_part, (0, left), value=fill.get(name, 0))
 
     # The rest are pixels and what describes them. Which tokens count is told by positions, and not by a mask.
     for name in _names_in(pack):
-        if name not in found and name != "attention_mask":
+        if name not in joined and name != "attention_mask":
             parts = [columns[name] for columns in pack if name in columns]
-            found[name] = torch.cat(parts)
-    return found
+            joined[name] = torch.cat(parts)
+    return joined
 
 
 def _names_in(columns: Iterable[Columns]) -> list[str]:

@@ -176,9 +176,9 @@ def _data_of(rest: str, place: str) -> bytes:
     """Return the bytes of a `data:` address, given what follows its scheme."""
     head, _, body = rest.partition(",")
     try:
-        found = base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
+        content = base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
     except (binascii.Error, ValueError) as error:
         raise DataError(f"{place}: an image is no valid base64: {error}.") from error
-    if not found:
+    if not content:
         raise DataError(f"{place}: an image is a data address without bytes.")
-    return found
+    return content

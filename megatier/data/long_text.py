@@ -37,14 +37,14 @@ class _TokenRun:
     def of(text: str, start: int, size: int, tokenizer: PreTrainedTokenizerBase) -> _TokenRun:
         """Tokenise so many characters of a text, as far as there are."""
         piece = text[start : start + size]
-        found = tokenizer(
+        encoding = tokenizer(
             piece,
             add_special_tokens=False,
             return_offsets_mapping=True,
             verbose=False,
         )
-        ids = np.asarray(found["input_ids"], np.int64)
-        spans = np.asarray(found["offset_mapping"], np.int64)
+        ids = np.asarray(encoding["input_ids"], np.int64)
+        spans = np.asarray(encoding["offset_mapping"], np.int64)
 
         # A piece without tokens has no spans, and still two columns.
         in_whole_text = spans.reshape(-1, 2) + start
@@ -57,8 +57,8 @@ def tokenise_long_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterato
     A tokenizer that does not say which characters a token has is given the whole text.
     """
     if len(text) <= PIECE_CHARACTERS or not tokenizer.is_fast:
-        found = tokenizer(text, add_special_tokens=False, verbose=False)
-        yield np.asarray(found["input_ids"], np.int64)
+        encoding = tokenizer(text, add_special_tokens=False, verbose=False)
+        yield np.asarray(encoding["input_ids"], np.int64)
         return
 
     start = 0

@@ -86,10 +86,10 @@ class Processor:
         """
         text, ranges = Template(conversation, self.tokenizer).rendered()
         options = {**CALL, "return_offsets_mapping": True, "return_text_replacement_offsets": True}
-        found = self._call([text], [images], conversation.place, **options)
-        ids = np.asarray(found["input_ids"][0], np.int64)
-        spans = np.asarray(found["offset_mapping"][0], np.int64).reshape(-1, 2)
-        replaced = (found.get("text_replacement_offsets") or [[]])[0]
+        encoding = self._call([text], [images], conversation.place, **options)
+        ids = np.asarray(encoding["input_ids"][0], np.int64)
+        spans = np.asarray(encoding["offset_mapping"][0], np.int64).reshape(-1, 2)
+        replaced = (encoding.get("text_replacement_offsets") or [[]])[0]
         if len(replaced) != len(images):
             raise DataError(
                 f"{conversation.place}: {self._name} does not say where it wrote the tokens of its images, so it is "
@@ -107,7 +107,7 @@ class Processor:
         learnt = mask_ranges(spans, _moved(ranges, replaced)) & ~of_images
         if not learnt.any():
             raise DataError(f"{conversation.place}: {UNLEARNT}")
-        return text, ids, learnt, len(found.get(PIXELS, ()))
+        return text, ids, learnt, len(encoding.get(PIXELS, ()))
 
     def columns(
         self, texts: Sequence[str], images: Sequence[Sequence[Any]], length: int, place: str
@@ -124,11 +124,11 @@ class Processor:
             DataError: the processor refuses them.
         """
         options = {**CALL, "padding": "max_length", "max_length": length, "return_tensors": "pt"}
-        found = self._call(texts, images, place, **options)
-        for name, value in found.items():
+        encoding = self._call(texts, images, place, **options)
+        for name, value in encoding.items():
             if not isinstance(value, Tensor):
                 raise DataError(f"{place}: {self._name} gives {name} as {type(value).__name__}, and not as a tensor.")
-        return dict(found)
+        return dict(encoding)
 
     def _call(
         self,
@@ -144,8 +144,8 @@ class Processor:
             given = list(map(list, images))
 
         with reading(f"{place}: {self._name} refuses the conversation", DataError):
-            found: Any = self._called(text=list(texts), images=given, **options)
-            return dict(found)
+            encoding: Any = self.own(text=list(texts), images=given, **options)
+            return dict(encoding)
 
 
 def load_processor(config: RunConfig) -> Processor:
@@ -204,10 +204,10 @@ def _image_ids(own: ProcessorMixin) -> list[int | None]:
 def _touched(spans: NDArray[np.int64], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
     """Return which tokens have a character in one of some ranges, given the characters of each."""
     begins, ends = spans.T
-    found = np.zeros(len(spans), np.bool_)
+    is_touched = np.zeros(len(spans), np.bool_)
     for start, stop in ranges:
-        found |= (begins < stop) & (ends > start)
-    return found
+        is_touched |= (begins < stop) & (ends > start)
+    return is_touched
 
 
 def make_labels(ids: Tensor, learnt: Sequence[Sequence[tuple[int, int]]]) -> Tensor:

@@ -119,21 +119,21 @@ class BadRecords:
         raise DataError(f"{count}{self._named} data.skip_bad leaves such records out.")
 
 
-def read_records(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
+def read_records(path: Path, file_format: Format) -> Iterator[tuple[str, Any]]:
     """Yield each record of a file with its place, such as "a.jsonl, line 3". A line that is no JSON is a `DataError`.
 
     Raises:
         DataError: the file is damaged, with the place; or pyarrow is missing.
         OSError: it cannot be read, or is no regular file.
     """
-    if found.name == "jsonl":
-        yield from _read_lines(path, found)
-    elif found.name == "json":
-        yield from read_json(path, read_text(path, found))
-    elif found.name in SEPARATORS:
-        yield from _read_fields(path, found)
+    if file_format.name == "jsonl":
+        yield from _read_lines(path, file_format)
+    elif file_format.name == "json":
+        yield from read_json(path, read_text(path, file_format))
+    elif file_format.name in SEPARATORS:
+        yield from _read_fields(path, file_format)
     else:
-        for number, record in enumerate(_read_table(path, found.name), start=1):
+        for number, record in enumerate(_read_table(path, file_format.name), start=1):
             yield f"{path}, record {number}", record
 
 
@@ -165,7 +165,7 @@ def read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         DataError: it is an array or an object over several lines, and no valid JSON.
     """
     try:
-        found = json.loads(text, object_pairs_hook=unique_keys) if text.strip() else []
+        document = json.loads(text, object_pairs_hook=unique_keys) if text.strip() else []
     except (ValueError, RecursionError) as error:
         # A record on each line is no JSON as a whole. It may be told from a damaged array, or from one damaged record.
         if text.lstrip().startswith("[") or "\n" not in text.strip():
@@ -178,14 +178,14 @@ def read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
                 yield place, _parsed(line, place)
         return
 
-    records = found if isinstance(found, list) else [found]
+    records = document if isinstance(document, list) else [document]
     for number, record in enumerate(records, start=1):
         yield f"{path}, record {number}", record
 
 
-def _read_lines(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
+def _read_lines(path: Path, file_format: Format) -> Iterator[tuple[str, Any]]:
     """Yield the JSON of each line, or the error of one that is none; blank lines are skipped."""
-    for number, (line, offset) in enumerate(read_lines(path, found), start=1):
+    for number, (line, offset) in enumerate(read_lines(path, file_format), start=1):
         if line.strip():
             place = f"{path}, line {number}"
             try:
@@ -221,7 +221,7 @@ def _no_json(error: Exception) -> str:
     return f"a record: no valid JSON: {why}."
 
 
-def _read_fields(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
+def _read_fields(path: Path, file_format: Format) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a table in text, whose first line names the columns, or the error of one that is none.
 
     Raises:
@@ -229,15 +229,15 @@ def _read_fields(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
     """
     # A field is as long as it is. The library's limit is one for the whole process, so it is only ever raised.
     csv.field_size_limit(sys.maxsize)
-    lines = (decode(line, str(path), offset) for line, offset in read_lines(path, found))
+    lines = (decode(line, str(path), offset) for line, offset in read_lines(path, file_format))
     head = next(lines, "").removeprefix(BOM)
-    rows = csv.reader(itertools.chain([head], lines), delimiter=SEPARATORS[found.name], strict=True)
+    rows = csv.reader(itertools.chain([head], lines), delimiter=SEPARATORS[file_format.name], strict=True)
     try:
         names = next(rows, [])
         if not names or "" in names or len(set(names)) < len(names):
             raise DataError(
-                f"{path}: the first line of a {found.name} file names its columns, each by another name; here it is "
-                f"{','.join(names)[:80]!r}. Add one, or set data.format to text."
+                f"{path}: the first line of a {file_format.name} file names its columns, each by another name; here it "
+                f"is {','.join(names)[:80]!r}. Add one, or set data.format to text."
             )
         for row in rows:
             place = f"{path}, line {rows.line_num}"
@@ -248,7 +248,7 @@ def _read_fields(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
                 continue
             yield place, dict(zip(names, row, strict=True))
     except csv.Error as error:
-        raise DataError(f"{path}, line {rows.line_num}: no valid {found.name}: {error}.") from error
+        raise DataError(f"{path}, line {rows.line_num}: no valid {file_format.name}: {error}.") from error
 
 
 def _read_table(path: Path, file_format: str) -> Iterator[Any]:

@@ -44,17 +44,17 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
     """Yield the shards that have changed."""
     for name in sorted({*before, *now}):
         was = before.get(name)
-        found = now.get(name)
-        if was == found:
+        present = now.get(name)
+        if was == present:
             continue
         # From the plainest difference to the least: a file that was written since may hold what it held.
         if was is None:
             yield f"{name} is new"
-        elif found is None:
+        elif present is None:
             yield f"{name} is gone"
-        elif was[0] != found[0]:
-            yield f"{name} had {was[0]:,} bytes and has {found[0]:,}"
-        elif was[1] != found[1]:
+        elif was[0] != present[0]:
+            yield f"{name} had {was[0]:,} bytes and has {present[0]:,}"
+        elif was[1] != present[1]:
             yield f"{name} holds something else"
         else:
             yield f"{name} was written since"
@@ -65,14 +65,14 @@ def _identity(path: Path) -> list[Any]:
     digest = hashlib.blake2b(digest_size=8)
     try:
         with os.fdopen(open_regular(path), "rb") as file:
-            found = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
 
             # The first sample begins with the file, and the last one ends with it.
-            is_whole = found.st_size <= NUM_SAMPLES * SAMPLE_BYTES
-            apart = SAMPLE_BYTES if is_whole else (found.st_size - SAMPLE_BYTES) // (NUM_SAMPLES - 1)
+            is_whole = status.st_size <= NUM_SAMPLES * SAMPLE_BYTES
+            apart = SAMPLE_BYTES if is_whole else (status.st_size - SAMPLE_BYTES) // (NUM_SAMPLES - 1)
             for number in range(NUM_SAMPLES):
                 file.seek(number * apart)
                 digest.update(file.read(SAMPLE_BYTES))
     except OSError as error:
         raise DataError(f"data.dataset: cannot read {path}: {error.strerror}.") from error
-    return [found.st_size, digest.hexdigest(), None if is_whole else found.st_mtime_ns]
+    return [status.st_size, digest.hexdigest(), None if is_whole else status.st_mtime_ns]

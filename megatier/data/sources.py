@@ -172,7 +172,7 @@ def find_sources(config: DataConfig, say: Say = _keep_quiet) -> list[Source]:
     Raises:
         DataError: an entry matches nothing, or a file cannot be read so.
     """
-    found = list[Source]()
+    sources = list[Source]()
     owners = dict[tuple[str, Shape], str]()
     shared = dict[Path, None]()
     for entry in config.files:
@@ -182,7 +182,7 @@ def find_sources(config: DataConfig, say: Say = _keep_quiet) -> list[Source]:
             # By the real path, as two entries may come to a file over different links.
             real = os.path.realpath(source.path)
             if owners.setdefault((real, source.shape), entry) == entry:
-                found.append(source)
+                sources.append(source)
             else:
                 shared[source.path] = None
 
@@ -191,7 +191,7 @@ def find_sources(config: DataConfig, say: Say = _keep_quiet) -> list[Source]:
             say(f"data.files names {entry} {count} times, so it is read and counts {count} times")
     if shared:
         say(f"{len(shared)} files belong to several entries of data.files and are read once: {_some(shared)}")
-    return found
+    return sources
 
 
 def check_sources(config: DataConfig, say: Say = _keep_quiet) -> None:
@@ -229,16 +229,16 @@ def _sources(entry: str, config: DataConfig, say: Say) -> Iterator[Source]:
             continue
         names.add(real)
 
-        found = find_format(path, config.format)
-        if found.name == "text" and not isinstance(shape, Text):
+        file_format = find_format(path, config.format)
+        if file_format.name == "text" and not isinstance(shape, Text):
             raise DataError(
                 f"{path} holds no conversations, but data.chat is set. Give files of {' '.join(RECORD_FORMATS)}, or "
                 "set data.format."
             )
 
         # A .json file among texts may be one of them.
-        may_be_text = found.name == "json" and config.format == "auto" and not holds_records
-        yield Source(path, found, shape, may_be_text)
+        may_be_text = file_format.name == "json" and config.format == "auto" and not holds_records
+        yield Source(path, file_format, shape, may_be_text)
 
 
 def _begins_with_record(text: str, shape: Shape) -> bool:
@@ -265,26 +265,26 @@ def _expand(entry: str, suffixes: tuple[str, ...], expected: frozenset[str], say
     path = Path(entry).expanduser()
     try:
         if entry == PYTHON_STDLIB:
-            found = list(_stdlib_files())
+            paths = list(_stdlib_files())
         elif path.is_dir():
             if (saved := saved_files(path)) is not None:
                 return saved
-            found = _in_folder(path, suffixes, expected, say)
+            paths = _in_folder(path, suffixes, expected, say)
         elif path.exists() or path.is_symlink():
-            found = [path]
+            paths = [path]
         else:
-            found = _matches(path, say)
+            paths = _matches(path, say)
     except OSError as error:
         raise DataError(f"data.files: cannot read {error.filename or entry}: {error.strerror}.") from error
     except (ValueError, NotImplementedError) as error:
         raise DataError(f"data.files: {entry!r} is neither a path nor a pattern: {error}.") from error
 
-    if not found:
+    if not paths:
         what = f"holds no file in {' '.join(suffixes)}. Name its files, or their suffixes in data.suffixes."
         if not path.is_dir():
             what = "matches no file or folder. Check the path: a relative one begins at the working directory."
         raise DataError(f"data.files: {entry} {what}")
-    return sorted(found, key=lambda file: file.as_posix())
+    return sorted(paths, key=lambda file: file.as_posix())
 
 
 def _in_folder(folder: Path, suffixes: tuple[str, ...], expected: frozenset[str], say: Say) -> list[Path]:
@@ -292,7 +292,7 @@ def _in_folder(folder: Path, suffixes: tuple[str, ...], expected: frozenset[str]
 
     Others are said, but for those with the suffixes `expected`.
     """
-    found = list[Path]()
+    paths = list[Path]()
     hidden = list[Path]()
     others = list[Path]()
 
@@ -316,19 +316,19 @@ def _in_folder(folder: Path, suffixes: tuple[str, ...], expected: frozenset[str]
             path = below / name
             is_asked_for = _suffix_of(path) in suffixes
             if is_asked_for:
-                found.append(path)
+                paths.append(path)
             elif path.suffix.lower() not in expected:
                 others.append(path)
 
     if hidden:
         say(f"{folder}: hidden files and folders are passed over, {len(hidden)} in all: {_some(hidden)}")
-    if others and found:
+    if others and paths:
         kinds = sorted({path.suffix or path.name for path in others})
         say(
             f"{folder}: {len(others)} files whose suffixes are not in data.suffixes are passed over: "
             f"{', '.join(kinds[:8])}"
         )
-    return found
+    return paths
 
 
 def _suffix_of(path: Path) -> str:

@@ -115,9 +115,9 @@ class StreamReader:
         self._check(position, start)
         return position, pieces
 
-    def _check(self, found: Position, start: Position) -> None:
+    def _check(self, checksum: Position, start: Position) -> None:
         """Refuse a window whose used tokens have another checksum than before."""
-        if found != start and self._checks:
+        if checksum != start and self._checks:
             raise DataError(
                 f"the stream of {self._config.dataset} is not what it was before the checkpoint: its rows are others. "
                 "Bring the old ones back, or add --accept-changes to go on from the same row."

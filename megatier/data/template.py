@@ -137,10 +137,10 @@ def mask_ranges(spans: NDArray[np.int64], ranges: Sequence[CharacterRange]) -> N
     """
     # All tokens at once, since a conversation may have many thousands.
     begins, ends = spans.T
-    found = np.zeros(len(spans), np.bool_)
+    is_inside = np.zeros(len(spans), np.bool_)
     for start, stop in ranges:
-        found |= (begins >= start) & (ends <= stop)
-    return found
+        is_inside |= (begins >= start) & (ends <= stop)
+    return is_inside
 
 
 class Template:
@@ -174,9 +174,9 @@ class Template:
         # warning.
         is_marked = "endgeneration" in self._source
         text, ranges = self._render(messages, return_assistant_tokens_mask=is_marked)
-        found = ranges if is_marked else list(self._turns(text))
-        self._check_ends(text, found)
-        return text, found
+        learnt_ranges = ranges if is_marked else list(self._turns(text))
+        self._check_ends(text, learnt_ranges)
+        return text, learnt_ranges
 
     def _check_ends(self, text: str, ranges: Sequence[CharacterRange]) -> None:
         """Warn if what is learnt ends with an answer itself, and not with what the template writes behind it."""
@@ -251,7 +251,7 @@ class Template:
         conversation = self._conversation
         with reading(f"{conversation.place}: the chat template refuses the conversation", DataError):
             # transformers annotates the result as text, which it is not.
-            made: Any = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
                 tools=conversation.tools,
                 chat_template=self._source,
@@ -259,5 +259,5 @@ class Template:
                 **options,
             )
 
-        texts, ranges = made
+        texts, ranges = rendered
         return texts[0], ranges[0] if ranges else []

@@ -49,7 +49,7 @@ def read_numbered_documents(
     """
     left = config.max_bytes
     num_left = config.max_samples
-    found = False
+    has_any = False
     first = dict[Source | None, int]()
     number = count = 0
     for source, each in _read(config, split or config.split, bad or BadRecords(skips=config.skip_bad)):
@@ -58,7 +58,7 @@ def read_numbered_documents(
             if left is not None:
                 document, left = _cut(document, left)
             if document:
-                found = True
+                has_any = True
                 yield number, document
                 number += 1
                 count = max(count, number)
@@ -68,7 +68,7 @@ def read_numbered_documents(
             if left == 0 or num_left == 0:
                 return
 
-    if not found:
+    if not has_any:
         sought = "text"
         key = "data.text_field"
         if config.chat is not None:
@@ -151,10 +151,10 @@ def guess_shape(config: DataConfig) -> tuple[Chat | None, str]:
     """
     # All files are read in one shape, so the first one stands for them.
     source = find_sources(config)[0]
-    found = source.first()
-    if found is None:
+    first_record = source.first()
+    if first_record is None:
         return None, config.text_field
-    place, record = found
+    place, record = first_record
     if isinstance(record, DataError):
         raise record
     if not isinstance(record, dict):

@@ -172,20 +172,20 @@ class TextStream:
         """Refuse files that are not those of the state, also those that no step has come to yet."""
         # An older version noted none.
         noted = {} if state is None else state.get("shards", {})
-        if not isinstance(noted, Mapping) or not all(isinstance(found, list) for found in noted.values()):
+        if not isinstance(noted, Mapping) or not all(isinstance(shard, list) for shard in noted.values()):
             raise CheckpointError(f"the checkpoint is damaged: the stream's files are {str(noted)[:100]}.")
         if not noted or not self._checks:
             return
 
-        found = find_shard_changes(noted, self._shards)
-        if not found:
+        changes = find_shard_changes(noted, self._shards)
+        if not changes:
             return
-        shown = "; ".join(found[:CHANGES_SHOWN])
-        num_more = len(found) - CHANGES_SHOWN
+        named = "; ".join(changes[:CHANGES_SHOWN])
+        num_more = len(changes) - CHANGES_SHOWN
         if num_more > 0:
-            shown += f"; and {num_more} more"
+            named += f"; and {num_more} more"
         raise DataError(
-            f"the files of {self._config.dataset} are not those that the run began with: {shown}. Bring the old ones "
+            f"the files of {self._config.dataset} are not those that the run began with: {named}. Bring the old ones "
             "back, or add --accept-changes to go on with these."
         )
 
@@ -194,8 +194,8 @@ class TextStream:
         if state is None or not self._checks:
             return
         # An older version noted none.
-        found = self._held_out.crc32
-        if state.get("held_out", found) != found:
+        checksum = self._held_out.crc32
+        if state.get("held_out", checksum) != checksum:
             raise DataError(
                 f"the rows of {self._config.dataset} that are held out are not those of the checkpoint. Bring the old "
                 "ones back, or add --accept-changes to evaluate on these."

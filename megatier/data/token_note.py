@@ -97,9 +97,9 @@ def _read_contents(directory: Path, settings: str, names: Sequence[str]) -> tupl
     # checksums are noted from now on.
     text = _read(directory / TOKENS_NOTE_FILE)
     if text == settings.encode():
-        found = [content_of(path) for path in paths]
-        _write_note(directory, settings, names, found)
-        return found, None
+        contents = [content_of(path) for path in paths]
+        _write_note(directory, settings, names, contents)
+        return contents, None
 
     note = _parsed(text)
     if note is None:

@@ -192,7 +192,7 @@ def _check_files(folder: Path | None) -> list[str]:
     """
     if folder is None:
         return []
-    found = []
+    present = []
     for name in (*OBJECTS, *TABLE_FILES, *TEXTS):
         with contextlib.suppress(FileNotFoundError):
             path = folder / name
@@ -200,9 +200,9 @@ def _check_files(folder: Path | None) -> list[str]:
 
             read = read_object if name in OBJECTS else read_input
             read(path, most, DataError)
-            found.append(name)
+            present.append(name)
 
-    return found
+    return present
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

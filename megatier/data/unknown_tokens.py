@@ -62,10 +62,10 @@ class UnknownTokens:
         # Most tokenizers have none, and then nothing is compared.
         if not self.names:
             return None
-        found = ids[ids >= self.size]
-        if not len(found):
+        unknown = ids[ids >= self.size]
+        if not len(unknown):
             return None
-        token = int(found[0])
+        token = int(unknown[0])
         return DataError(
             f"{place}: the text spells {self.names.get(token)} (token {token}), and the model has embeddings for the "
             f"tokens 0 to {self.size - 1}. Write it otherwise, or leave the record out."
