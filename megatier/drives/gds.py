@@ -172,10 +172,10 @@ class GpuReader:
 
         # The store lets no write of the extent begin before this (`Block.reads`), so bytes and stored checksums are of
         # the same write.
-        found = checksums(target, granule)
+        computed = checksums(target, granule)
         first = start // granule
-        expected = extent.checksums[first : first + found.size]
-        differing = np.flatnonzero(found != expected)
+        expected = extent.checksums[first : first + computed.size]
+        differing = np.flatnonzero(computed != expected)
         if not differing.size:
             return
 
@@ -188,7 +188,7 @@ class GpuReader:
             path,
             part.file_offset,
             int(expected[index]),
-            int(found[index]),
+            int(computed[index]),
         )
 
     @contextlib.contextmanager

@@ -62,19 +62,19 @@ def checksums(region: torch.Tensor, granule_bytes: int) -> npt.NDArray[np.uint32
     words = region.view(torch.int32)
     granule_words = granule_bytes // 4
     distances = _distances(region.device)
-    found = torch.empty(num_granules, dtype=torch.int32, device=region.device)
+    on_gpu = torch.empty(num_granules, dtype=torch.int32, device=region.device)
     grid = (num_granules,)
     _check[grid](
         words,
         distances,
-        found,
+        on_gpu,
         words.numel(),
         granule_words,
         num_warps=ROW_WARPS,
     )
 
     # The sums leave out the checksum of zeros, which depends on the length alone.
-    on_host = found.cpu().numpy()
+    on_host = on_gpu.cpu().numpy()
     flipped: npt.NDArray[np.uint32] = on_host.view(np.uint32)
     of_zeros = zero_checksums(region.numel(), granule_bytes)
     return flipped ^ of_zeros
@@ -101,7 +101,9 @@ def _distances(device: torch.device) -> torch.Tensor:
 
 
 @_jit
-def _check(words: tl.tensor, distances: tl.tensor, found: tl.tensor, count: tl.int64, granule_words: tl.int32) -> None:
+def _check(
+    words: tl.tensor, distances: tl.tensor, checksums_out: tl.tensor, count: tl.int64, granule_words: tl.int32
+) -> None:
     """Store the checksum of one granule, without the checksum of as many zeros."""
     # 64 bits, because words of a large unit may be more than an int32 counts.
     granule = tl.program_id(0).to(tl.int64)
@@ -120,7 +122,7 @@ def _check(words: tl.tensor, distances: tl.tensor, found: tl.tensor, count: tl.i
     # Addition is xor here, so the order in which Triton adds the columns up does not matter.
     factors = tl.load(distances + columns).to(tl.uint32, bitcast=True)
     parts = _product(sums, factors).to(tl.int32, bitcast=True)
-    tl.store(found + granule, tl.xor_sum(parts, 0))
+    tl.store(checksums_out + granule, tl.xor_sum(parts, 0))
 
 
 @_jit

@@ -88,8 +88,8 @@ def left_bytes(mount: Path, run_ids: Iterable[str]) -> int:
         mount: a directory as in `tiers.nvme`.
         run_ids: names the directories, of which each rank has its own.
     """
-    found = [_examined(directory_of(mount, run_id), remove=False) for run_id in run_ids]
-    return sum(left.num_bytes for left in found if not left.stays and not left.has_savepoint)
+    leftovers = [_examined(directory_of(mount, run_id), remove=False) for run_id in run_ids]
+    return sum(left.num_bytes for left in leftovers if not left.stays and not left.has_savepoint)
 
 
 def is_abandoned(directory: Path) -> bool:

@@ -43,29 +43,29 @@ def tower_bytes(setup: Setup) -> TowerBytes:
     saved = [tower.beside]
     in_unit = 0
     for unit in setup.work.units:
-        found = tower.units.get(unit.name)
-        if found is None or not _has_backward(unit, lower):
+        sizes = tower.units.get(unit.name)
+        if sizes is None or not _has_backward(unit, lower):
             continue
-        of_unit = _saved(setup, unit, found)
+        of_unit = _saved(setup, unit, sizes)
         saved.append(of_unit)
 
         # Units run their backwards one after the other, so the largest counts, with the gradient of its weights.
-        made = max(0, bytes_in_backward(found) - union([of_unit]))
+        unsaved_bytes = max(0, bytes_in_backward(sizes) - union([of_unit]))
         weights = setup.item_bytes * unit.layout.num_trained
-        in_unit = max(in_unit, round(_largest_rows(setup) * made) + weights)
+        in_unit = max(in_unit, round(_largest_rows(setup) * unsaved_bytes) + weights)
     return TowerBytes(saved=round(_largest_rows(setup) * union(saved)), in_unit=in_unit)
 
 
-def _saved(setup: Setup, unit: Unit, found: TowerUnit) -> Sizes:
+def _saved(setup: Setup, unit: Unit, sizes: TowerUnit) -> Sizes:
     """Return what a unit saves in one conversation."""
     if not setup.work.activations[unit.name].keeps_graph:
-        return found.inputs
+        return sizes.inputs
     if not setup.compiles:
-        return found.saved
+        return sizes.saved
 
     # The compiler picks whole tensors, so it saves no more than this.
-    chosen = {number: round(setup.saved_share * size) for number, size in found.saved.items()}
-    return chosen | found.inputs
+    chosen = {number: round(setup.saved_share * size) for number, size in sizes.saved.items()}
+    return chosen | sizes.inputs
 
 
 def bytes_in_backward(unit: TowerUnit) -> int:
@@ -98,10 +98,10 @@ def pixel_bytes(setup: Setup) -> dict[Tier, int]:
 
 def tower_flops(setup: Setup, unit: Unit) -> float:
     """Return the FLOPs that a group's images take in the products of a unit outside of decoder layers."""
-    found = setup.tower.units.get(unit.name)
-    if found is None or is_of_layer(unit):
+    sizes = setup.tower.units.get(unit.name)
+    if sizes is None or is_of_layer(unit):
         return 0.0
-    of_step = found.flops * num_conversations(setup) * setup.tower.mean_share
+    of_step = sizes.flops * num_conversations(setup) * setup.tower.mean_share
     return of_step / setup.config.train.groups
 
 

@@ -134,8 +134,8 @@ class Channel:
         error: Exception | None = None
         try:
             yield
-        except Exception as found:  # noqa: BLE001 - raised below, when the others know of it
-            error = found
+        except Exception as raised:  # noqa: BLE001 - raised below, when the others know of it
+            error = raised
 
         # Ranks that did not fail come here too, because the others wait for their answer.
         own_error = None if error is None else self._error_for_peers(error)

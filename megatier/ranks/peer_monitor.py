@@ -234,11 +234,11 @@ class PeerMonitor:
         if not self._known.wait(ANSWER_S):
             self._fail(sentence(f"its connection to another rank broke: {error}"))
 
-        found = self.failed()
-        if found is None:
+        failure = self.failed()
+        if failure is None:
             # Even this rank's own post did not come back.
-            found = PeerError(self._rank, self._members[self._rank].host, NO_STORE)
-        return found
+            failure = PeerError(self._rank, self._members[self._rank].host, NO_STORE)
+        return failure
 
     def leave(self) -> None:
         """Say that this rank has ended well, so that its silence means nothing from now on."""
@@ -372,10 +372,10 @@ def comes_of_peers(error: BaseException) -> bool:
     """Return whether the failure of another rank has led to this error."""
     # Causes may form a cycle, because Python lets an error be raised from itself.
     seen: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and found not in seen:
-        if isinstance(found, PeerError):
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if isinstance(cause, PeerError):
             return True
-        seen.append(found)
-        found = found.__cause__ or found.__context__
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
     return False

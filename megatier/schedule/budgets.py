@@ -38,9 +38,9 @@ class Budgets:
         return Budgets(self.gpu, ram - shared, nvme, shared)
 
     @classmethod
-    def least(cls, found: Sequence[Budgets]) -> Self:
+    def least(cls, budgets: Sequence[Budgets]) -> Self:
         """Return the smallest budget of each tier of several ranks or hosts."""
-        by_tier = zip(*map(astuple, found), strict=True)
+        by_tier = zip(*map(astuple, budgets), strict=True)
         return cls(*map(min, by_tier))
 
 

@@ -98,14 +98,14 @@ def fill_ram(
     while enough - too_few > 1:
         tried = (too_few + enough) // 2
         try:
-            found = fill(offloaded[:tried])
+            smaller_share = fill(offloaded[:tried])
         except PlanError:
             too_few = tried
             continue
-        if found.chunk_elements < chunk:
+        if smaller_share.chunk_elements < chunk:
             too_few = tried
         else:
-            share = found
+            share = smaller_share
             enough = tried
 
     return share

@@ -55,12 +55,12 @@ def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any
     def generate_once(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
         nonlocal is_told
         with _demands(session) as demands:
-            found = generate(*args, **kwargs)
+            generated = generate(*args, **kwargs)
         if not is_told and len(demands) >= TOLD_FROM:
             is_told = True
             # Only the last token counts, since the first forwards read the prompt and copy weights to hold.
             _log(demands[-1] - demands[-2], held.num_bytes, is_alone=session.ranks is None)
-        return found
+        return generated
 
     @functools.wraps(generate)
     def generating(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's

@@ -129,7 +129,7 @@ def _compare(
     # Both get the same rounded numbers, so that only the error of the kernel counts.
     expected = _with_gradients(known, [tensor.float() for tensor in inputs])
     try:
-        found = [tensor.float().cpu() for tensor in _with_gradients(tried, [each.to(device) for each in inputs])]
+        computed = [tensor.float().cpu() for tensor in _with_gradients(tried, [each.to(device) for each in inputs])]
     # This is a RuntimeError too, but says nothing about the kernel.
     except torch.OutOfMemoryError:
         raise
@@ -138,7 +138,7 @@ def _compare(
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{what} was tried and failed on this GPU: {reason}. {remedy}") from error
 
-    for tensor, right in zip(found, expected, strict=True):
+    for tensor, right in zip(computed, expected, strict=True):
         difference = float((tensor - right).norm() / right.norm())
 
         # NaN compares false, so it is refused too.

@@ -153,10 +153,10 @@ class Machine:
             ConfigError: the GPU has none. The message names the GPUs that have.
         """
         if products == "fp8" and self.capability is not None and self.capability < FP8_FROM:
-            found = ".".join(map(str, self.capability))
+            capability = ".".join(map(str, self.capability))
             raise ConfigError(
-                f"numerics.products is fp8, but this GPU (compute capability {found}) has no FP8 products. GPUs of the "
-                "Ada and Hopper generations and later (8.9) have. Set it to bf16."
+                f"numerics.products is fp8, but this GPU (compute capability {capability}) has no FP8 products. GPUs "
+                "of the Ada and Hopper generations and later (8.9) have. Set it to bf16."
             )
 
 

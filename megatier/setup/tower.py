@@ -177,11 +177,11 @@ class _Trace(TorchDispatchMode):
         # Grids and positions are real, and a few of them meet what is on meta.
         if any(tensor.is_meta for tensor in tensors):
             given = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), given)
-        found = func(*given[0], **given[1])
+        result = func(*given[0], **given[1])
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
-            self.count(count(*given[0], **given[1], out_val=found))
-        return found
+            self.count(count(*given[0], **given[1], out_val=result))
+        return result
 
     def count(self, flops: int) -> None:
         """Add operations to those of the unit that runs."""
@@ -238,7 +238,7 @@ def _reach(*_: object) -> None:
 
 def union(sizes: Iterable[Sizes]) -> int:
     """Return the bytes of some storages, of which several may name the same."""
-    found: Sizes = {}
+    joined: Sizes = {}
     for some in sizes:
-        found.update(some)
-    return sum(found.values())
+        joined.update(some)
+    return sum(joined.values())
