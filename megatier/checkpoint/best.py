@@ -34,15 +34,15 @@ class Best:
         """
         noted = stored.get("best", {})
         try:
-            found = cls(**noted)
+            best = cls(**noted)
         except TypeError as error:
             raise CheckpointError(f"the checkpoint is damaged: best is {str(noted)[:100]!r}.") from error
 
         # By type and not by isinstance, because True is no number of a step.
-        types = type(found.step), type(found.loss), type(found.num_worse)
+        types = type(best.step), type(best.loss), type(best.num_worse)
         if types not in ((int, float, int), (type(None), type(None), int)):
             raise CheckpointError(f"the checkpoint is damaged: best is {str(noted)[:100]!r}.")
-        return found
+        return best
 
     def after(self, step: int, loss: float, threshold: float = 0.0) -> Self:
         """Return the best evaluation after one more.

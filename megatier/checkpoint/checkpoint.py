@@ -75,8 +75,8 @@ def list_arrays(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]
 def groups_of(units: Sequence[Unit]) -> tuple[str, ...]:
     """Return the groups of a checkpoint's arrays, which are fp32 for every compute dtype."""
     # The order is fixed, so that checkpoints of one model have equal metadata.
-    found = {name for unit in units for name in unit.layout.schema.arrays}
-    return tuple(name for name in ARRAYS if name in found)
+    arrays = {name for unit in units for name in unit.layout.schema.arrays}
+    return tuple(name for name in ARRAYS if name in arrays)
 
 
 def list_tensors(layout: Layout, name: str) -> tuple[TensorSlice, ...]:
@@ -183,9 +183,9 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
         CheckpointError: it is no checkpoint of ours, or damaged.
     """
     file = path / METADATA_FILE
-    found = read_json(file).get("attributes", {})
-    found = found.get("megatier") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or found.get("format") not in (CHECKPOINT_FORMAT, UNBOUND_FORMAT):
+    stored = read_json(file).get("attributes", {})
+    stored = stored.get("megatier") if isinstance(stored, dict) else None
+    if not isinstance(stored, dict) or stored.get("format") not in (CHECKPOINT_FORMAT, UNBOUND_FORMAT):
         raise CheckpointError(
             f"{path} is no checkpoint that this version of megatier reads (format {CHECKPOINT_FORMAT}). Use the "
             "version that wrote it."
@@ -194,15 +194,15 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
     # The groups of the arrays note the format too. If theirs is newer than that of this file, a lost or misdirected
     # write has left the file of an older checkpoint here.
     manifest = None
-    state = found.get("state")
+    state = stored.get("state")
     digested: Any = state
-    if found["format"] == CHECKPOINT_FORMAT:
-        manifest = Manifest.read(file, found.get("manifest"))
-        digested = {"state": state, "manifest": found["manifest"]}
+    if stored["format"] == CHECKPOINT_FORMAT:
+        manifest = Manifest.read(file, stored.get("manifest"))
+        digested = {"state": state, "manifest": stored["manifest"]}
     elif any(read_json(path / name / METADATA_FILE).get("attributes") for name in ARRAYS if (path / name).is_dir()):
         raise DamagedCheckpointError(str(file), "is of an older checkpoint than the arrays beside it")
 
-    if not isinstance(state, dict) or found.get("digest") != digest_of(digested):
+    if not isinstance(state, dict) or stored.get("digest") != digest_of(digested):
         raise DamagedCheckpointError(str(file), "is damaged: its digest is not that of its state")
 
     # An unfinished checkpoint has a hidden name, which has no step to compare.
@@ -338,7 +338,7 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
     # The checkpoint's own path is resolved, so any other link on the way shows here.
     if os.path.realpath(folder) != str(folder):
         raise DamagedCheckpointError(str(folder), "leads out of its checkpoint by a link; it was not read")
-    found = read_json(folder / METADATA_FILE)
+    metadata = read_json(folder / METADATA_FILE)
     grid = Grid.of(shape)
 
     # Compared and not interpreted, so metadata that somebody else wrote decides nothing about what is read, or how.
@@ -353,10 +353,10 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
     }
 
     for key, value in expected.items():
-        if found.get(key) != value:
+        if metadata.get(key) != value:
             raise CheckpointError(
-                f"{folder}: {key} is {str(found.get(key))[:200]}; this run's model and format ask for {value}. Use the "
-                "model that the checkpoint was made of, or another checkpoint."
+                f"{folder}: {key} is {str(metadata.get(key))[:200]}; this run's model and format ask for {value}. Use "
+                "the model that the checkpoint was made of, or another checkpoint."
             )
     return grid
 

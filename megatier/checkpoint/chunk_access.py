@@ -39,22 +39,24 @@ def check_size(path: Path, file: int, num_bytes: int) -> None:
         DamagedCheckpointError: it has one, or is no plain file.
     """
     # Asked of the open file, which nobody can exchange any more. A pipe or a device is no chunk.
-    found = os.fstat(file)
-    is_plain = stat.S_ISREG(found.st_mode)
-    if not is_plain or found.st_size != num_bytes:
-        reason = f"has {found.st_size} bytes instead of {num_bytes}; it is damaged"
+    status = os.fstat(file)
+    is_plain = stat.S_ISREG(status.st_mode)
+    if not is_plain or status.st_size != num_bytes:
+        reason = f"has {status.st_size} bytes instead of {num_bytes}; it is damaged"
         raise DamagedCheckpointError(str(path), reason)
 
 
-def check_place(path: Path, found: int, expected: int) -> None:
+def check_place(path: Path, checksum: int, expected: int) -> None:
     """Refuse a chunk of another place or time.
 
     Raises:
         DamagedCheckpointError: its checksum is not the one that was noted.
     """
     # A write that a drive misdirected or lost leaves whole bytes of another place or time, with their own checksum.
-    if found != expected:
-        what = f"holds other bytes than were written there: their checksum is {found:#010x}, noted is {expected:#010x}"
+    if checksum != expected:
+        what = (
+            f"holds other bytes than were written there: their checksum is {checksum:#010x}, noted is {expected:#010x}"
+        )
         raise DamagedCheckpointError(str(path), what)
 
 

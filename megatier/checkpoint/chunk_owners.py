@@ -68,15 +68,15 @@ class ChunkOwners:
             array: the group of arrays, such as `params`.
         """
         # A list for each rank, and most are empty: that is how a collective takes them.
-        found = self._pieces(unit, array, self._rank)
-        return [[piece for piece in found if piece.owner == rank] for rank in range(self._size)]
+        pieces = self._pieces(unit, array, self._rank)
+        return [[piece for piece in pieces if piece.owner == rank] for rank in range(self._size)]
 
     def received(self, unit: str, array: str) -> list[list[Piece]]:
         """Return the pieces that come from each rank, of its shard of a unit; see `sent`."""
         received = []
         for rank in range(self._size):
-            found = self._pieces(unit, array, rank)
-            received.append([piece for piece in found if piece.owner == self._rank])
+            pieces = self._pieces(unit, array, rank)
+            received.append([piece for piece in pieces if piece.owner == self._rank])
         return received
 
     def _pieces(self, unit: str, array: str, rank: int) -> list[Piece]:
@@ -105,4 +105,4 @@ class ChunkOwners:
 
 def sizes_of(pieces: Sequence[Sequence[Piece]]) -> list[int]:
     """Return the number of elements that go to, or come from, each rank."""
-    return [sum(piece.num_elements for piece in found) for found in pieces]
+    return [sum(piece.num_elements for piece in of_rank) for of_rank in pieces]

@@ -292,13 +292,13 @@ class ChunkFiles:
         staged.close()
         _check(staged, "reading")
 
-        found = staged.stored_crc()
-        if found != staged.computed_crc():
+        stored_crc = staged.stored_crc()
+        if stored_crc != staged.computed_crc():
             raise DamagedCheckpointError(str(staged.path), "is damaged: its checksum is not that of its bytes")
 
         if staged.expected is not None:
             assert staged.path is not None
-            check_place(staged.path, found, staged.expected)
+            check_place(staged.path, stored_crc, staged.expected)
 
     def _drop(self, staged: Staged) -> None:
         """Give back a buffer whose chunk nobody wants any more, once nothing is on its way into it."""

@@ -40,20 +40,20 @@ def read_environment(device: torch.device) -> dict[str, Any]:
         device: the device that computes.
     """
     # Of torch the version that runs, with the build in it (+cu130, +cpu), which the package does not always name.
-    found: dict[str, Any] = {name: _version(name) for name in NUMERIC_LIBRARIES}
-    found["torch"] = str(torch.__version__)
+    environment: dict[str, Any] = {name: _version(name) for name in NUMERIC_LIBRARIES}
+    environment["torch"] = str(torch.__version__)
     # A program around may have set it, and it decides how torch multiplies.
-    found["matmul precision"] = _matmul_precision()
-    found["variables"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    found |= settings_now(device)
+    environment["matmul precision"] = _matmul_precision()
+    environment["variables"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    environment |= settings_now(device)
     if device.type == "cuda":
-        found["workspaces"] = {name: os.environ[name] for name in WORKSPACES if name in os.environ}
-        found |= {"triton": _version("triton") or _version("pytorch-triton"), "driver": driver_version()}
-        return {**found, "cudnn": torch.backends.cudnn.version(), "device": torch.cuda.get_device_name(device)}
+        environment["workspaces"] = {name: os.environ[name] for name in WORKSPACES if name in os.environ}
+        environment |= {"triton": _version("triton") or _version("pytorch-triton"), "driver": driver_version()}
+        return {**environment, "cudnn": torch.backends.cudnn.version(), "device": torch.cuda.get_device_name(device)}
 
     # On a CPU kernels depend on its instructions, and the order of sums on the number of threads.
     return {
-        **found,
+        **environment,
         "device": platform.machine(),
         "bf16": cpu_has_bf16(),
         "isa": torch.backends.cpu.get_cpu_capability(),

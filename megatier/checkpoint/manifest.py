@@ -42,8 +42,8 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON, in which each checksum is eight hexadecimal digits."""
-        found = {node: np.array(values, CHECKSUM).tobytes().hex() for node, values in self.checksums.items()}
-        return {"step": self.step, "checksums": found}
+        digits = {node: np.array(values, CHECKSUM).tobytes().hex() for node, values in self.checksums.items()}
+        return {"step": self.step, "checksums": digits}
 
     @classmethod
     def read(cls, path: Path, stored: Any) -> Self:  # noqa: ANN401
@@ -60,12 +60,12 @@ class Manifest:
             # Whatever a damaged file holds fails in here, and as nothing but these errors.
             step = int(stored["step"])
             digits = dict(stored["checksums"])
-            found = {}
+            checksums = {}
             for node, text in digits.items():
-                found[str(node)] = np.frombuffer(bytes.fromhex(text), CHECKSUM).tolist()
+                checksums[str(node)] = np.frombuffer(bytes.fromhex(text), CHECKSUM).tolist()
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise DamagedCheckpointError(str(path), "is damaged: it has no manifest") from error
-        return cls(step, found)
+        return cls(step, checksums)
 
     def array(self, root: Path, node: str, grid: Grid, *, has_metadata: bool = True) -> StoredArray:
         """Return an array with the checksums of its chunks.
@@ -89,9 +89,9 @@ class Manifest:
         if len(noted) != len(keys):
             raise DamagedCheckpointError(str(root / node), f"is noted in the manifest with {len(noted)} checksums")
 
-        for found in _files(root / node):
-            if found not in keys:
-                raise _stranger(root / node / found)
+        for name in _files(root / node):
+            if name not in keys:
+                raise _stranger(root / node / name)
 
         # The first checksum is that of the metadata, if there is any.
         return StoredArray(root / node, grid, noted[has_metadata:])
@@ -165,12 +165,12 @@ def read_json(path: Path) -> dict[str, Any]:
     # JSON that is nested very deeply ends in a RecursionError.
     text = read_bytes(path)
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(str(path), "is damaged: it is no JSON") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise DamagedCheckpointError(str(path), "is damaged: it holds no JSON object")
-    return found
+    return document
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -261,7 +261,7 @@ class PlaneWriter:
             run: elements [start, stop). If they are frozen there are weights alone.
             number: number of the run, which decides which buffers take it.
         """
-        found: list[tuple[Tensor, Transfer | None]] = []
+        planes: list[tuple[Tensor, Transfer | None]] = []
         schema = unit.layout.schema
         is_trained = run[0] < unit.layout.num_trained
         kinds = schema.arrays[self._name] if is_trained else (Kind.WEIGHT,)
@@ -272,7 +272,7 @@ class PlaneWriter:
             if self._blocks.placement.homes[unit.name, kind] is Tier.RAM:
                 # No copy is needed: the update of this unit waits until the queue is through with it.
                 lease = self._store.lease(key, Tier.RAM, span)
-                found.append((stack.enter_context(lease).bytes.view(dtype), None))
+                planes.append((stack.enter_context(lease).bytes.view(dtype), None))
                 continue
 
             target = self._buffers.of(kind, number)
@@ -280,9 +280,9 @@ class PlaneWriter:
 
             # Also after an error: nothing may fill a buffer that has gone to others by then.
             stack.callback(transfer.wait_for_end)
-            found.append((target.view(dtype), transfer))
+            planes.append((target.view(dtype), transfer))
 
-        return found
+        return planes
 
 
 def _buffer_in(values: Tensor, start: int, first: int, num_elements: int) -> Iterator[tuple[int, Tensor]]:

@@ -336,8 +336,8 @@ def parse_step(path: Path) -> int:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """Return the newest whole checkpoint in a folder; None if there is none."""
-    found = checkpoints(folder)
-    return found[-1] if found else None
+    whole = checkpoints(folder)
+    return whole[-1] if whole else None
 
 
 def find_adapter(path: Path) -> Path | None:
@@ -375,28 +375,28 @@ def find_checkpoint(path: Path) -> Path:
     # Resolved, because the path may be `.` or end in `..`.
     if CHECKPOINT_NAME.fullmatch(Path(os.path.realpath(path)).name) and path.is_dir():
         return path
-    found = last_checkpoint(path / CHECKPOINT_FOLDER)
-    if found is None and (path / ADAPTER_FILE).is_file():
+    checkpoint = last_checkpoint(path / CHECKPOINT_FOLDER)
+    if checkpoint is None and (path / ADAPTER_FILE).is_file():
         raise CheckpointError(
             f"{path} is a folder of adapters, which PEFT loads as it is. `megatier export {path} FOLDER --merge` "
             "merges them into their base."
         )
-    if found is None and (path / "config.json").is_file():
+    if checkpoint is None and (path / "config.json").is_file():
         raise CheckpointError(
             f"{path} is a model already, which from_pretrained loads as it is. Name a run directory, one of its "
             "checkpoints, or with --merge a folder of adapters."
         )
-    if found is None and (path / MODEL_FOLDER).is_dir():
+    if checkpoint is None and (path / MODEL_FOLDER).is_dir():
         raise CheckpointError(
             f"{path} holds no checkpoint, but its model is in {path / MODEL_FOLDER} already, as the run exported it."
         )
-    if found is None:
+    if checkpoint is None:
         raise CheckpointError(
             f"{path} is no checkpoint and holds none. Name a run directory or one of its {CHECKPOINT_FOLDER}/step-... "
             "folders; a run writes them with output.checkpoint_every."
         )
 
-    return found
+    return checkpoint
 
 
 def find_killed_runs(directory: Path) -> Iterator[Path]:

@@ -225,10 +225,10 @@ def read_tiles(stored: Mapping[str, Any]) -> dict[str, Decision]:
     """
     # Whatever else than mappings of these keywords the file has ends in one of these errors.
     try:
-        found = {path: _decision(**told) for path, told in stored.get("tiles", {}).items()}
+        decisions = {path: _decision(**decision) for path, decision in stored.get("tiles", {}).items()}
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"the checkpoint is damaged: tiles is {str(stored['tiles'])[:100]!r}.") from error
-    return found
+    return decisions
 
 
 def _decision(why_whole: object, keywords: Any) -> Decision:  # noqa: ANN401 - whatever the file has
@@ -331,8 +331,8 @@ def _noted_numbers(text: bytes) -> dict[str, Any] | None:
 def _plain(config: RunConfig) -> dict[str, Any]:
     """Return a config as it looks after it was stored as JSON."""
     # JSON has no tuples and no paths. Without this every such setting would differ from the stored one.
-    found: dict[str, Any] = json.loads(json.dumps(to_dict(config), default=str))
-    return found
+    plain: dict[str, Any] = json.loads(json.dumps(to_dict(config), default=str))
+    return plain
 
 
 def _numeric(config: Mapping[str, Any]) -> dict[str, Any]:

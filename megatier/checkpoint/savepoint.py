@@ -136,10 +136,10 @@ class Savepoint:
         # A part has the raw blocks of one shard, which other numbers of ranks cannot use. On another host a rank may
         # not see the drives of its block files.
         all_ranks = ranks or SingleRank()
-        made = f"ranks: {len(self.parts)}, hosts: {self.hosts}"
-        found = f"ranks: {all_ranks.size}, hosts: {_num_hosts(all_ranks)}"
-        if made != found:
-            reason = f"it is of other processes ({made}; now {found}). Start as many as there were."
+        noted = f"ranks: {len(self.parts)}, hosts: {self.hosts}"
+        now = f"ranks: {all_ranks.size}, hosts: {_num_hosts(all_ranks)}"
+        if noted != now:
+            reason = f"it is of other processes ({noted}; now {now}). Start as many as there were."
             raise SavepointError(str(self.path), reason, self.before)
 
     def check(self, session: Session, config: RunConfig) -> None:
@@ -383,19 +383,19 @@ def _read_manifest(path: Path) -> tuple[RunState, int, list[RankPart]]:
         raise CheckpointError(f"{what}. Use the version that wrote it.")
 
     # The digest covers what the format has, so an older one is read with its own fields.
-    found = _fields(path, stored, SAVEPOINT_FIELDS[number])
-    if stored.get("digest") != digest_of(found):
+    content = _fields(path, stored, SAVEPOINT_FIELDS[number])
+    if stored.get("digest") != digest_of(content):
         raise _damaged(path)
 
-    state = RunState.read(found["state"])
+    state = RunState.read(content["state"])
     if number != SAVEPOINT_FORMAT:
         fields = UNBOUND_PART if number == UNBOUND_SAVEPOINT else PART_FIELDS
-        return state, 1, [_read_part(path, found, "", fields)]
+        return state, 1, [_read_part(path, content, "", fields)]
 
     parts = []
-    for rank, part in enumerate(found["parts"]):
+    for rank, part in enumerate(content["parts"]):
         parts.append(_read_part(path, part, _folder_of(rank), PART_FIELDS))
-    return state, found["hosts"], parts
+    return state, content["hosts"], parts
 
 
 def _read_part(path: Path, stored: Any, folder: str, fields: Mapping[str, type]) -> RankPart:  # noqa: ANN401
@@ -404,13 +404,13 @@ def _read_part(path: Path, stored: Any, folder: str, fields: Mapping[str, type])
     Raises:
         DamagedCheckpointError: it is none.
     """
-    found = _fields(path, stored, fields)
+    values = _fields(path, stored, fields)
     manifest = None
-    if "manifest" in found:
-        manifest = Manifest.read(path, found.pop("manifest"))
+    if "manifest" in values:
+        manifest = Manifest.read(path, values.pop("manifest"))
         if manifest.step != parse_step(path.parent):
             raise DamagedCheckpointError(str(path), f"is of another savepoint: that of step {manifest.step}")
-    return RankPart(folder=folder, manifest=manifest, **found)
+    return RankPart(folder=folder, manifest=manifest, **values)
 
 
 def _fields(path: Path, stored: Any, fields: Mapping[str, type]) -> dict[str, Any]:  # noqa: ANN401

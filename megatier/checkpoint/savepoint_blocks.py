@@ -90,20 +90,20 @@ def write_blocks(session: Session, folder: Path) -> tuple[int, dict[str, list[in
     # Staging buffers are made once for all of them, as large as the largest needs.
     sizes = [block.num_bytes for block in resident]
 
-    found: dict[str, list[int]] = {}
+    checksums: dict[str, list[int]] = {}
     with _files([*sizes, table.nbytes]) as files:
         for block in resident:
             node = f"{SAVED_STATE_FOLDER}/{block.name}"
             with session.store.lease(block.key, block.home) as lease:
                 words = lease.bytes.view(torch.int32)
-                found[node] = _write_words(files, folder / node, words)
+                checksums[node] = _write_words(files, folder / node, words)
 
         if table.size:
             words = torch.from_numpy(table.view(np.int32))
-            found[CHECKSUM_FOLDER] = _write_words(files, folder / CHECKSUM_FOLDER, words)
+            checksums[CHECKSUM_FOLDER] = _write_words(files, folder / CHECKSUM_FOLDER, words)
         files.flush()
 
-    return sum(sizes) + table.nbytes, found
+    return sum(sizes) + table.nbytes, checksums
 
 
 def read_blocks(session: Session, folder: Path, manifest: Manifest | None) -> None:
@@ -184,12 +184,12 @@ def verify_spilled(session: Session) -> None:
 def _valid_blocks(session: Session) -> list[ValidBlock]:
     """Return all blocks of state, in an order that is the same in every process."""
     blocks = session.blocks
-    found = []
+    valid = []
     for (unit, kind), home in sorted(session.placement.homes.items()):
         _, size = blocks.whole(unit, kind)
         key = blocks.key(unit, kind)
-        found.append(ValidBlock(name=block_key(unit, kind), key=key, num_bytes=size, home=home))
-    return found
+        valid.append(ValidBlock(name=block_key(unit, kind), key=key, num_bytes=size, home=home))
+    return valid
 
 
 def _resident_blocks(session: Session) -> list[ValidBlock]:

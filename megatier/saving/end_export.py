@@ -69,8 +69,8 @@ def export_at_end(
             saves.check_directory()
         except StallError:
             raise
-        except (MegatierError, OSError) as found:
-            error = found
+        except (MegatierError, OSError) as raised:
+            error = raised
         else:
             error = _write_model(console, session, best, folder, tokenizer, dtype, done)
 

@@ -72,14 +72,14 @@ def find_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
     """
     if not before:
         return []
-    found: list[str] = []
+    changes: list[str] = []
     # A set of strings has another order in each process.
     for name in sorted({*before, *now}):
         was = before.get(name, "missing")
         is_now = now.get(name, "missing")
         if was != is_now:
-            found.append(f"{name} was {was} and is {is_now}")
-    return found
+            changes.append(f"{name} was {was} and is {is_now}")
+    return changes
 
 
 def keep_exported(origin: Mapping[str, str]) -> Origin:
@@ -120,16 +120,16 @@ def _read_settings(config: RunConfig) -> Origin:
 
 def _read_base(config: RunConfig, model: PreTrainedModel) -> Origin:
     """Return the files of the base of adapters, and the settings of a given adapter, which no checkpoint has."""
-    found = {f"{name} of the base": file for name, file in noted_identity(model).items()}
+    base = {f"{name} of the base": file for name, file in noted_identity(model).items()}
     adapters = config.model.adapters
     if adapters is None or adapters.adapter is None:
-        return found
+        return base
 
     # A given adapter has its rank, scale and targets in its own file, and not in the settings of the run.
     settings = read_settings(Path(adapters.adapter).expanduser())
     for name, value in settings.items():
-        found[f"{name} of the adapter"] = _format_value(value)
-    return found
+        base[f"{name} of the adapter"] = _format_value(value)
+    return base
 
 
 def _flatten(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -151,19 +151,19 @@ def _format_value(value: object) -> str:
 def _hash_buffers(model: PreTrainedModel) -> Origin:
     """Return the buffers of a model, each under a name that says whether a file holds it."""
     stored = model.state_dict()
-    found = {}
+    checksums = {}
     for name, buffer in model.named_buffers():
         kind = "buffer" if name in stored else COMPUTED
         # numpy has no bf16, so the bytes are taken.
         flat = buffer.detach().cpu().contiguous().reshape(-1)
         content = flat.view(torch.uint8).numpy().tobytes()
-        found[f"{kind} {name} of the model"] = _hash(content)
-    return found
+        checksums[f"{kind} {name} of the model"] = _hash(content)
+    return checksums
 
 
 def _hash_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
     """Return the checksums of the tokenizer's files, and that of a chat template that the user gave."""
-    found = {}
+    checksums = {}
     for path in tokenizer_files(config, tokenizer):
         # The model's own config is compared by its settings. One in another folder may choose the tokenizer's class.
         if path.name == MODEL_CONFIG_FILE and config.data.tokenizer is None:
@@ -172,22 +172,22 @@ def _hash_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Or
         # No tokenizer has all of these files. A file that appears or disappears is a change too.
         with contextlib.suppress(FileNotFoundError):
             content = read_input(path, TABLE_BYTES_MAX, DataError)
-            found[f"{path.name} of the tokenizer"] = _hash(content)
+            checksums[f"{path.name} of the tokenizer"] = _hash(content)
 
     # The template is taken from the tokenizer, because it may have come through a pipe, which is read once.
     if config.data.chat_template is not None:
-        found["data.chat_template"] = _hash(json.dumps(tokenizer.chat_template).encode())
-    return found
+        checksums["data.chat_template"] = _hash(json.dumps(tokenizer.chat_template).encode())
+    return checksums
 
 
 def _list_versions(config: RunConfig) -> Origin:
     """Return the versions of the libraries that make pixels, if images are read."""
-    found = {}
+    versions = {}
     for name in ("pillow", "torchvision") if config.data.images else ():
         # Processors use torchvision where it is installed.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[f"{LIBRARY} {name}"] = importlib.metadata.version(name)
-    return found
+            versions[f"{LIBRARY} {name}"] = importlib.metadata.version(name)
+    return versions
 
 
 def _hash(content: bytes) -> str:

@@ -437,9 +437,9 @@ class Saves:
 def _read_identity(directory: Path) -> tuple[int, int] | None:
     """Return the device and inode of a directory, which tell it from another one at its path; None: it is not there."""
     try:
-        found = directory.stat()
+        status = directory.stat()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise TransferError("saving a run", "disk", str(directory), 0, error.errno or 0) from error
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

@@ -73,6 +73,6 @@ def upload(console: Console, folder: Path, repository: str, *, private: bool) ->
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name} by megatier")
     except Exception as error:
         visibility = "--private" if private else "--no-private"
-        words = ["hf", "upload", repository, str(folder), ".", visibility]
-        raise UploadError(str(folder), repository, reason_of(error), shlex.join(words)) from error
+        command = ["hf", "upload", repository, str(folder), ".", visibility]
+        raise UploadError(str(folder), repository, reason_of(error), shlex.join(command)) from error
     say(console, f"uploaded to {url}")
