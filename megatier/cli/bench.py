@@ -238,9 +238,9 @@ def _threads(text: str) -> list[int]:
 
 def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
     """Return the mounts that are named, each with a size: its own, or so many bytes."""
-    words = [word for text in texts for word in text.split(",") if word]
+    given = [word for text in texts for word in text.split(",") if word]
     mounts: list[MountBudget] = []
-    for word in words:
+    for word in given:
         mount = parse_mount(word, "--nvme")
 
         # Not all that is free, as for a run: the file is filled before it is read, which could take hours.
@@ -250,7 +250,7 @@ def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
 
     # A plan adds drives up, so it would count this one twice.
     if len({os.path.realpath(mount.directory) for mount in mounts}) < len(mounts):
-        raise ConfigError(f"--nvme names a directory twice: {', '.join(words)}. Name each drive once.")
+        raise ConfigError(f"--nvme names a directory twice: {', '.join(given)}. Name each drive once.")
 
     return mounts
 
@@ -273,8 +273,8 @@ def _print_drive(console: Console, drive: DriveFigures) -> None:
         table.add_row("first write", _rate(drive.first_write_bytes_per_s), "", "")
     if steps := drive.sustained_bytes_per_s:
         table.add_row("sustained write", _range(steps), "", "")
-        found = "no knee" if drive.knee_bytes is None else f"after {format_bytes(drive.knee_bytes)}"
-        table.add_row("write cache ends", found, "", "")
+        knee = "no knee" if drive.knee_bytes is None else f"after {format_bytes(drive.knee_bytes)}"
+        table.add_row("write cache ends", knee, "", "")
     if drive.io_threads is not None:
         trials = []
         for count, (mixed, write) in drive.trials.items():

@@ -32,18 +32,18 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--yes", action="store_true", help="remove them (default: list them only)")
     options = parser.parse_args(argv)
     console = Console()
-    found = []
+    leftovers = []
 
     for directory in options.directory:
         # Said line by line, since removing large files takes time.
         for leftover in find_leftovers(directory, remove=options.yes):
-            found.append(leftover)
+            leftovers.append(leftover)
             say(console, _line(leftover, removed=options.yes))
         # A run directory holds the only copy of what was trained, so this command never removes one.
         for path in find_killed_runs(directory):
             say(console, f"{path}: a killed run; `megatier resume` goes on with it")
 
-    say(console, _summary(options.directory, [each for each in found if not each.stays], removed=options.yes))
+    say(console, _summary(options.directory, [each for each in leftovers if not each.stays], removed=options.yes))
     return 0
 
 
@@ -62,11 +62,11 @@ def _line(leftover: Leftover, *, removed: bool) -> str:
     return f"{leftover.path}: {size}, last written {age} ago{owner}{savepoint}{end}"
 
 
-def _summary(directories: Sequence[Path], found: Sequence[Leftover], *, removed: bool) -> str:
-    if not found:
+def _summary(directories: Sequence[Path], leftovers: Sequence[Leftover], *, removed: bool) -> str:
+    if not leftovers:
         return "No killed run left block files here."
 
-    size = format_bytes(sum(leftover.num_bytes for leftover in found))
+    size = format_bytes(sum(leftover.num_bytes for leftover in leftovers))
     if removed:
         return f"{size} removed."
     # Quoted as a shell takes it, so that the line can be copied.

@@ -71,27 +71,27 @@ def run(argv: Sequence[str]) -> int:
 def _of_machine(config: RunConfig) -> dict[str, object]:
     """Return the settings that the machine decides, by dotted name; less if the GPU of the config is missing."""
     tiers = config.tiers
-    found = dict[str, object]()
+    settings = dict[str, object]()
 
     device = device_for(tiers.device)
     if tiers.device == "auto":
-        found["tiers.device"] = device
+        settings["tiers.device"] = device
     if config.model.compile is None:
-        found["model.compile"] = device == "cuda"
+        settings["model.compile"] = device == "cuda"
     # A config may ask for a GPU that is not in this machine, such as one that is written for another one.
     if device == "cuda" and not gpus():
-        return found
+        return settings
 
     budgets = default_budgets(device)
     if tiers.gpu is None:
-        found["tiers.gpu"] = budgets.gpu_bytes
+        settings["tiers.gpu"] = budgets.gpu_bytes
     if tiers.ram is None:
-        found["tiers.ram"] = budgets.ram_bytes
+        settings["tiers.ram"] = budgets.ram_bytes
 
     if tiers.io_threads is None and tiers.nvme:
         # Nothing is measured here, since that would write to the drives.
         rates = cached_rates([mount.directory for mount in tiers.mounts], device)
-        found["tiers.io_threads"], _ = io_threads(None, rates)
+        settings["tiers.io_threads"], _ = io_threads(None, rates)
     if tiers.update_threads is None:
-        found["tiers.update_threads"] = cores_usable()
-    return found
+        settings["tiers.update_threads"] = cores_usable()
+    return settings

@@ -51,17 +51,17 @@ def run(argv: Sequence[str]) -> int:
     exist = options.output.exists() and options.file.exists()
     if options.overwrite and exist and options.output.samefile(options.file):
         raise ConfigError(f"{options.output} is the file that is converted. Name another --output CONFIG.yaml.")
-    made = convert(options.file)
-    sections, names, needed = _checked(made, overrides)
+    conversion = convert(options.file)
+    sections, names, needed = _checked(conversion, overrides)
 
     # The name comes from outside, and a line break in it would end the comment.
-    head = [f"From {made.trainer}'s {printable(options.file.name)}, by `megatier convert`."]
+    head = [f"From {conversion.trainer}'s {printable(options.file.name)}, by `megatier convert`."]
     if needed:
         head.append(f"Still needed: {', '.join(needed)}")
-    text = _comments(head) + config_text.write(sections, names, {}) + "\n" + _comments(_account(made.findings))
+    text = _comments(head) + config_text.write(sections, names, {}) + "\n" + _comments(_account(conversion.findings))
     write_config(options.output, text, overwrites=options.overwrite)
 
-    print(*_summary(made, options.output), sep="\n")
+    print(*_summary(conversion, options.output), sep="\n")
     if needed:
         print(f"still needed, in the file or on the command line: {', '.join(needed)}")
     # Other trainers count epochs, so a number of steps that nobody gave would hardly be what is wanted.
@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _checked(
-    made: Conversion, overrides: Sequence[str]
+    conversion: Conversion, overrides: Sequence[str]
 ) -> tuple[Mapping[str, Mapping[str, Any]], frozenset[str], Sequence[str]]:
     """Check the settings that were made, with overrides laid over them.
 
@@ -80,31 +80,31 @@ def _checked(
         All settings, the dotted names of those that somebody gave, and of those that are still needed.
     """
     # Without a stand-in, a setting that is still needed would keep all others from being checked.
-    names = config_file.list_given(sections_of(made.settings), overrides)
+    names = config_file.list_given(sections_of(conversion.settings), overrides)
     needed = [name for name, (other, _) in NEEDED.items() if names.isdisjoint({name, other})]
-    tree = sections_of({**made.settings, **{name: NEEDED[name][1] for name in needed}})
+    tree = sections_of({**conversion.settings, **{name: NEEDED[name][1] for name in needed}})
     try:
         return config_file.to_dict(config_file.from_dict(tree, overrides)), names, needed
     except ConfigError as error:
         raise ConfigError(
-            f"{made.source} as a config of megatier: {error} Settings on the command line may change that."
+            f"{conversion.source} as a config of megatier: {error} Settings on the command line may change that."
         ) from error
 
 
-def _summary(made: Conversion, output: Path) -> Iterator[str]:
+def _summary(conversion: Conversion, output: Path) -> Iterator[str]:
     """Yield a summary: the file that was converted, and the keys that a user should look at."""
-    counts = Counter(finding.outcome for finding in made.findings)
+    counts = Counter(finding.outcome for finding in conversion.findings)
     said = ", ".join(f"{counts[outcome]} {title}" for outcome, title in TITLES.items() if counts[outcome])
-    yield f"{output} is written, from {made.trainer}'s {made.source}. Keys: {said or 'none'}."
+    yield f"{output} is written, from {conversion.trainer}'s {conversion.source}. Keys: {said or 'none'}."
 
     # A file of another trainer has dozens of keys, of which these alone ask for a decision.
-    differing = [finding for finding in made.findings if finding.differs]
+    differing = [finding for finding in conversion.findings if finding.differs]
     if differing:
-        yield f"By these the numbers may differ from those of a run of {made.trainer}:"
+        yield f"By these the numbers may differ from those of a run of {conversion.trainer}:"
     for finding in differing:
         yield f"  {finding}"
 
-    num_others = len(made.findings) - len(differing)
+    num_others = len(conversion.findings) - len(differing)
     if num_others:
         stand = "other stands" if num_others == 1 else "others stand"
         yield f"{num_others} {stand} in the file, as comments at its end."

@@ -104,14 +104,14 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the checks as one JSON document")
     options = parser.parse_args(argv)
 
-    found = list(checks([parse_mount(word, "--nvme") for word in options.nvme.split(",") if word]))
-    code = 1 if any(check.state == "fail" for check in found) else 0
+    results = list(checks([parse_mount(word, "--nvme") for word in options.nvme.split(",") if word]))
+    code = 1 if any(check.state == "fail" for check in results) else 0
     if options.json:
-        print_json({"ok": code == 0, "checks": [dataclasses.asdict(check) for check in found]})
+        print_json({"ok": code == 0, "checks": [dataclasses.asdict(check) for check in results]})
         return code
 
     table = Table("check", "", "found", "remedy")
-    for check in found:
+    for check in results:
         # rich would take the brackets of an extra for its own marks.
         table.add_row(escape(check.name), STATUS_MARKS[check.state], escape(check.found), escape(check.remedy))
 
@@ -148,9 +148,9 @@ def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
 
 
 def _python() -> Check:
-    found = platform.python_version()
+    version = platform.python_version()
     is_new = sys.version_info >= (3, 11)
-    return _ok("Python", found) if is_new else _fail("Python", found, "Python 3.11 or newer is needed.")
+    return _ok("Python", version) if is_new else _fail("Python", version, "Python 3.11 or newer is needed.")
 
 
 def _extra(name: str, wanted: str) -> Check:
@@ -159,12 +159,12 @@ def _extra(name: str, wanted: str) -> Check:
     package, least = wanted.split(">=")
     what = f"{name} ({package})"
     try:
-        found = importlib.metadata.version(package)
+        version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return _ok(what, f"not installed: pip install 'megatier[{name}]'")
-    if _numbers(found) < _numbers(least):
-        return _warn(what, f"{found}, and {least} is the least", f"pip install 'megatier[{name}]'")
-    return _ok(what, found)
+    if _numbers(version) < _numbers(least):
+        return _warn(what, f"{version}, and {least} is the least", f"pip install 'megatier[{name}]'")
+    return _ok(what, version)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -179,11 +179,11 @@ def _package(name: str) -> Check:
         return _fail(name, "not installed", f"pip install {name}")
 
     try:
-        found = importlib.metadata.version(name)
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         # The package runs from its source, where it has no metadata.
-        found = "installed"
-    return _ok(name, found)
+        version = "installed"
+    return _ok(name, version)
 
 
 def _native() -> Check:
@@ -197,12 +197,12 @@ def _native() -> Check:
 
 def _cpu() -> Check:
     cores = hardware.cores_usable()
-    found = f"{cores} usable of {os.cpu_count()}"
+    usable = f"{cores} usable of {os.cpu_count()}"
 
     # Fewer cores train as well, only slower, so this is no failure.
     if cores >= 4:
-        return _ok("cores", found)
-    return _warn("cores", found, "AdamW and NVMe share these cores; 8 or more keep up with a GPU.")
+        return _ok("cores", usable)
+    return _warn("cores", usable, "AdamW and NVMe share these cores; 8 or more keep up with a GPU.")
 
 
 def _cuda(gpus: Sequence[hardware.Gpu]) -> Iterator[Check]:
@@ -226,18 +226,18 @@ def _pcie(link: hardware.PcieLink | None) -> Check:
     if link is None:
         return _ok("PCIe link", "unknown: nvidia-smi does not say")
 
-    found = (
+    links = (
         f"generation {link.generation} of {link.generation_max}, {link.lanes} of {link.lanes_max} lanes: "
         f"{link.bytes_per_s / 1e9:.0f} GB/s each way"
     )
 
     # Lanes do not go down while a GPU is idle, as the generation does.
     if link.lanes < link.lanes_max:
-        return _warn("PCIe link", found, "Copies are as slow as that. Seat the card anew, or use another slot.")
+        return _warn("PCIe link", links, "Copies are as slow as that. Seat the card anew, or use another slot.")
 
     # An idle GPU lowers the generation, so this alone is no reason to warn.
     is_slow = link.generation < link.generation_max
-    return _ok("PCIe link", found, "An idle GPU lowers the generation; look again while it works." if is_slow else "")
+    return _ok("PCIe link", links, "An idle GPU lowers the generation; look again while it works." if is_slow else "")
 
 
 def _gds(has_gpu: bool, mounts: Sequence[MountBudget]) -> Iterator[Check]:
@@ -286,9 +286,9 @@ def _kvikio(mounts: Sequence[MountBudget]) -> Check:
     with contextlib.ExitStack() as opened:
         try:
             folders = [opened.enter_context(TemporaryDirectory(dir=d, prefix="megatier-doctor-")) for d in drives]
-            words = [sys.executable, "-c", KVIKIO_PROBE, *folders]
+            command = [sys.executable, "-c", KVIKIO_PROBE, *folders]
             done = subprocess.run(
-                words,
+                command,
                 capture_output=True,
                 text=True,
                 timeout=KVIKIO_SECONDS,
@@ -308,12 +308,12 @@ def _kvikio(mounts: Sequence[MountBudget]) -> Check:
 def _ram() -> Check:
     available = hardware.ram_available_bytes()
     limit = hardware.ram_limit_bytes()
-    found = f"{format_bytes(available)} available, " + (
+    sizes = f"{format_bytes(available)} available, " + (
         "no cgroup limit" if limit is None else f"cgroup limit {format_bytes(limit)}"
     )
     if available >= LOW_RAM_BYTES:
-        return _ok("RAM", found)
-    return _warn("RAM", found, "Set tiers.ram to less, and give tiers.nvme a mount for the rest.")
+        return _ok("RAM", sizes)
+    return _warn("RAM", sizes, "Set tiers.ram to less, and give tiers.nvme a mount for the rest.")
 
 
 def _page_lock() -> Check:

@@ -69,15 +69,15 @@ def run(argv: Sequence[str]) -> int:
         settings = {name: value for name, value in settings.items() if name not in CHOSEN}
 
     # What is written is a config that loads.
-    made = config_file.from_dict(sections_of(settings))
-    check_tokenizer(made)
+    config = config_file.from_dict(sections_of(settings))
+    check_tokenizer(config)
     if find_local(options.model) is not None:
-        _check_model(made.model)
+        _check_model(config.model)
     else:
         # Nothing is downloaded to write a file.
         print(f"{options.model} is no folder here, so it is taken for a model on the hub, which is not looked at now")
     # Written as a run will read them, and not as they were given here.
-    sections = config_file.to_dict(made)
+    sections = config_file.to_dict(config)
     text = INIT_HEADER.format(path=options.output) + config_text.write(sections, settings, _remarks(settings))
     write_config(options.output, text, overwrites=options.overwrite)
     print(f"{options.output} is written; next, `megatier plan {options.output}` says whether it fits")
@@ -138,16 +138,16 @@ def _data(given: str) -> dict[str, Any]:
     if _holds_images(files):
         config = replace(config, suffixes=tuple(suffix for suffix in config.suffixes if suffix in RECORD_FORMATS))
     chat, field = guess_shape(config)
-    found: dict[str, Any] = {"data.files": files}
+    settings: dict[str, Any] = {"data.files": files}
     config = replace(config, chat=chat, text_field=field)
     check_sources(config, print)
     if chat is not None:
-        found["data.chat"] = chat
+        settings["data.chat"] = chat
         if has_images(replace(config, images=True, tokenizer=None)):
-            found["data.images"] = True
+            settings["data.images"] = True
     elif field != "text":
-        found["data.text_field"] = field
-    return found
+        settings["data.text_field"] = field
+    return settings
 
 
 def _holds_images(files: Iterable[str]) -> bool:
@@ -165,16 +165,16 @@ def _length(model: str, usual: int) -> int:
     if folder is None:
         return usual
     # Read as JSON and not by transformers, which takes seconds to load.
-    found = read_object(folder / MODEL_CONFIG_FILE, SETTINGS_BYTES_MAX, ConfigError)
+    model_config = read_object(folder / MODEL_CONFIG_FILE, SETTINGS_BYTES_MAX, ConfigError)
     length = usual
 
     # A model with images says it of the part that reads texts.
-    text = found.get("text_config")
+    text = model_config.get("text_config")
     if isinstance(text, dict):
-        found = {**found, **text}
+        model_config = {**model_config, **text}
     # GPT-2 and its like have the second name.
     for name in ("max_position_embeddings", "n_positions"):
-        count = found.get(name)
+        count = model_config.get(name)
         if isinstance(count, int) and count >= 2:
             length = min(length, count)
     return length

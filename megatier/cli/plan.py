@@ -57,8 +57,8 @@ def run(argv: Sequence[str]) -> int:
     say(console, f"{options.config}: loading PyTorch and transformers")
     with _nothing_collected():
         planned = _planned(loaded, given, world, elsewhere, searches=options.search)
-    for words in list_remarks(loaded.changed(planned.chosen)):
-        say(console, words)
+    for remark in list_remarks(loaded.changed(planned.chosen)):
+        say(console, remark)
 
     # Asked before anything is written, since it may refuse the directory of the run.
     taken = planned.plan.space.described(loaded.output, here=here)
@@ -127,8 +127,8 @@ def _print_sentences(console: Console, planned: Planned, loaded: RunConfig, take
 
     # How many steps epochs are is for the text to say, which a plan does not read.
     steps = None if loaded.train.epochs is not None else loaded.train.steps
-    words = write_sentences(planned.plan, steps, taken)
-    console.print(*words, sep="\n", markup=False, highlight=False)
+    sentences = write_sentences(planned.plan, steps, taken)
+    console.print(*sentences, sep="\n", markup=False, highlight=False)
 
 
 def _print_assumptions(
@@ -140,8 +140,8 @@ def _print_assumptions(
         said = rates_assumption(rates, assumed, loaded.tiers.nvme, searches=searches)
         say(console, said)
     if names := rates.assumed(world):
-        words = links_assumption(names, world, here=here)
-        say(console, words)
+        sentence = links_assumption(names, world, here=here)
+        say(console, sentence)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -44,8 +44,8 @@ def run(argv: Sequence[str]) -> int:
         )
 
     # The directory may have been moved since the config was written into it.
-    words = [*overrides, f"--output.directory={options.directory}"]
-    loaded, given = config_file.load_given(path, words, is_saved=True)
+    arguments = [*overrides, f"--output.directory={options.directory}"]
+    loaded, given = config_file.load_given(path, arguments, is_saved=True)
     # Several ranks find that out together, since each of them may see another directory.
     if "RANK" not in os.environ:
         check_can_resume(options.directory, loaded)

@@ -54,8 +54,8 @@ def run(argv: Sequence[str]) -> int:
         )
     # The file may be left out, if the command line has all that a run needs.
     path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
-    words = argv[1:] if path else argv
-    loaded, given = config_file.load_given(path, words)
+    arguments = argv[1:] if path else argv
+    loaded, given = config_file.load_given(path, arguments)
     console = run_console()
     announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
     check_paths(loaded, partial(announce, console))

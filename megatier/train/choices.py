@@ -138,10 +138,10 @@ def plan_choices(setup: Setup, given: frozenset[str], console: Console) -> tuple
         return config, None
 
     # As options of the command line, so that they can be given to another run as they are.
-    words = format_options(choice.settings)
+    settings = format_options(choice.settings)
     prediction = Prediction(choice)
-    said = f"planned, {choice.seconds:.3g} s a step{format_range(prediction.seconds_range)}{': ' * bool(words)}{words}"
-    say(console, said)
+    planned = f"planned, {choice.seconds:.3g} s a step{format_range(prediction.seconds_range)}"
+    say(console, f"{planned}: {settings}" if settings else planned)
     _describe_hidden(console, choice, config.train.batch * config.data.sequence_length)
     return config.changed(choice.settings), prediction
 

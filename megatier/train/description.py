@@ -56,19 +56,19 @@ def describe_text(console: Console, config: RunConfig, text: Text) -> None:
 
     # Before the figures, which count what is left.
     describe_left_out(console, text)
-    words = f"{format_count(text.num_tokens)} tokens to train on"
+    amount = f"{format_count(text.num_tokens)} tokens to train on"
     # Older versions tokenised texts without a count.
     if (count := text.train.num_documents) is not None:
         things = "conversations" if config.data.is_chat else "documents"
-        words = f"{count:,} {things if count != 1 else things[:-1]}, {words}"
+        amount = f"{count:,} {things if count != 1 else things[:-1]}, {amount}"
     learnt = text.train.num_learnt
     if learnt is not None and learnt < text.num_tokens:
-        words += f", of which {format_count(learnt)} are learnt"
+        amount += f", of which {format_count(learnt)} are learnt"
 
     # Not rounded: an epoch may end within a step, and a short text takes a part of one.
     steps = text.num_sequences / config.train.batch
     epochs = config.train.steps / steps
-    say(console, f"{words}; an epoch is {steps:,.4g} steps, and {config.train.steps:,} steps are {epochs:,.3g} epochs")
+    say(console, f"{amount}; an epoch is {steps:,.4g} steps, and {config.train.steps:,} steps are {epochs:,.3g} epochs")
     if epochs > EPOCHS_MAX:
         say(
             console, f"Note that this trains on the same text {epochs:,.0f} times. train.epochs sets how often it does."
@@ -110,14 +110,14 @@ def describe_run(console: Console, config: RunConfig, session: Session, text: Te
     if placement.spilled:
         say(console, _describe_safety(config, placement, plan.num_kept))
     generations = _describe_generations(placement)
-    for words in (
+    for sentence in (
         *generations,
         *session.setup.work.products.described(),
         *_describe_base(session),
         *_describe_unified(session),
         *list_remarks(config),
     ):
-        say(console, words)
+        say(console, sentence)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         what = "sums of groups" if placement.sums_on_gpu else "gradients"
         say(console, f"{what} of {count} units lie on NVMe, because RAM is too short for them")

@@ -187,8 +187,8 @@ class StepReports:
         odd = [row.queue for row in rows if row.moved_bytes != row.demanded_bytes]
         for rank, queues in enumerate(self._all_ranks.all_gather_object(odd)):
             if rank and queues:
-                words = ", ".join(queues)
-                say(console, f"rank {rank} on {self._hosts[rank]} moved other bytes than demanded: {words}")
+                names = ", ".join(queues)
+                say(console, f"rank {rank} on {self._hosts[rank]} moved other bytes than demanded: {names}")
 
     def _uses(self, queue: str) -> bool:
         """Return whether this run has a use for a queue."""

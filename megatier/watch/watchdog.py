@@ -168,14 +168,14 @@ class Watchdog:
 
     def _exit(self) -> None:
         """Exit the process without closing the run."""
-        words = (
+        message = (
             f"megatier: error: {self._error} What hangs did not let the run close within {GRACE_S:.0f} s, so the "
             "process ends. Its block files (megatier-<run id> on each mount of tiers.nvme) stay until `megatier "
             "resume` takes them over or `megatier clean` removes them.\n"
         )
         # Either stream may be None in a process without a terminal.
         write_or_give_up(lambda: sys.stdout.flush())
-        write_or_give_up(lambda: sys.stderr.write(words))
+        write_or_give_up(lambda: sys.stderr.write(message))
         # Not `sys.exit`, which would wait for the threads that hang.
         os._exit(EXIT_ERROR)
 
