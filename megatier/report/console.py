@@ -73,13 +73,13 @@ def console_of(ranks: Ranks | None, console: Console) -> Console:
     return console if ranks is None or ranks.rank == 0 else Console(quiet=True)
 
 
-def say(console: Console, words: str) -> None:
+def say(console: Console, line: str) -> None:
     """Print a line without wrapping it or reading its brackets as markup."""
-    console.print(words, markup=False, highlight=False, soft_wrap=True)
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def announce(console: Console, words: str) -> None:
+def announce(console: Console, line: str) -> None:
     """Say on the first rank that libraries are being loaded, which takes seconds."""
     # The rank comes from torchrun's variable, since the ranks join once the libraries are loaded.
     if os.environ.get("RANK", "0") == "0":
-        say(console, words)
+        say(console, line)

@@ -21,14 +21,14 @@ def unified_memory(unified_bytes: float, budgets: Budgets, placement: Placement)
     """Return what a run has to know of its budgets where GPU memory and RAM are one memory, in words."""
     taken = format_bytes(budgets.gpu + budgets.ram)
     whole = format_bytes(unified_bytes)
-    words = f"GPU memory and RAM are one memory of {whole}: tiers.gpu and tiers.ram take {taken} of it."
+    sentence = f"GPU memory and RAM are one memory of {whole}: tiers.gpu and tiers.ram take {taken} of it."
 
     # The GPU could read RAM in place, but a unit is bound to its slot.
     if any(kind is Kind.WEIGHT and home is Tier.RAM for (_, kind), home in placement.homes.items()):
-        words += (
+        sentence += (
             " Weights in ram are there twice while they are in a GPU slot; less tiers.ram and more tiers.gpu avoid it."
         )
-    return f"{words} Nobody has tried megatier on such a machine."
+    return f"{sentence} Nobody has tried megatier on such a machine."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

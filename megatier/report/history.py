@@ -203,7 +203,7 @@ class History:
             others.append(_read(OtherRank, told, moved_bytes=grown))
 
         norm = record.get("grad_norm")
-        made = _read(
+        step_report = _read(
             Step,
             record,
             step=step,
@@ -215,7 +215,7 @@ class History:
         )
 
         # Last, because a line that was cut raises above, and must leave these sums as they were.
-        self.steps.append(made)
+        self.steps.append(step_report)
         self.others_moved_bytes = others_moved
         self.moved_bytes = moved
         self.demanded_bytes = demanded

@@ -107,19 +107,19 @@ def section(heading: str, *parts: str) -> str:
     return "\n".join([f"<section><h2>{plain(heading)}</h2>", *parts, "</section>"])
 
 
-def note(words: str) -> str:
+def note(text: str) -> str:
     """Return a paragraph, dim, about what a figure means or why a section is empty."""
-    return f'<p class="dim">{plain(words, CELL_MAX)}</p>'
+    return f'<p class="dim">{plain(text, CELL_MAX)}</p>'
 
 
 def cards(figures: Iterable[tuple[str, str, str]]) -> str:
     """Return large figures: the name, the figure, and a remark in small letters."""
-    made = []
+    divs = []
     for name, figure, words in figures:
         remark = plain(words, CELL_MAX)
         head = f"<span>{plain(name)}</span><b>{plain(figure)}</b>"
-        made.append(f"<div>{head}<span>{remark}</span></div>")
-    return f'<div class="cards">{"".join(made)}</div>'
+        divs.append(f"<div>{head}<span>{remark}</span></div>")
+    return f'<div class="cards">{"".join(divs)}</div>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

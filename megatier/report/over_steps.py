@@ -100,8 +100,10 @@ def draw_memory(run: RecordedRun) -> str:
             Line("of it the tier", run.points(lambda step: on_gpu), is_dashed=True),
         ]
 
-    words = "What a tier holds is reserved before the first step and stays: blocks pass through slots that are counted."
-    return row(_tiers(run.opening) + note(words), chart.draw_bytes("memory of the process", lines))
+    meaning = (
+        "What a tier holds is reserved before the first step and stays: blocks pass through slots that are counted."
+    )
+    return row(_tiers(run.opening) + note(meaning), chart.draw_bytes("memory of the process", lines))
 
 
 def _tiers(opening: RunStart) -> str:
@@ -150,11 +152,11 @@ def draw_moves(run: RecordedRun) -> str:
         lines.append(Line(queue, run.points(of_queue)))
 
     columns = ("queue", "a step", "moved in all", "demanded", "difference")
-    words = (
+    meaning = (
         "Bytes since the last process began; a step's are the median. What the placement says must move is demanded; "
         "a run that goes on or was cut off has some of it under way. Moves of an evaluation count to the next step."
     )
-    return row(table(columns, rows) + note(words), chart.draw_bytes("bytes moved, a step", lines))
+    return row(table(columns, rows) + note(meaning), chart.draw_bytes("bytes moved, a step", lines))
 
 
 def draw_stalls(run: RecordedRun) -> str:
@@ -182,8 +184,8 @@ def draw_stalls(run: RecordedRun) -> str:
         waited = amount_of(lambda step: step.stall_seconds, cause)
         lines.append(Line(cause, run.points(waited, scale)))
     columns = ("waited for", "in all", "share of the time", "longest in a step")
-    words = f"The first step of each process, which learns the order of the units, is in the chart alone.{_host(run)}"
-    return row(table(columns, rows) + note(words), chart.draw(f"stalled, {unit} a step", lines))
+    meaning = f"The first step of each process, which learns the order of the units, is in the chart alone.{_host(run)}"
+    return row(table(columns, rows) + note(meaning), chart.draw(f"stalled, {unit} a step", lines))
 
 
 def _host(run: RecordedRun) -> str:

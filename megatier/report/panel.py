@@ -150,14 +150,14 @@ def _lane_row(grid: Table, lane: str, report: StepReport) -> None:
     # Work that began under the step before counts for this one, so a lane may be busy for longer than the step.
     whole = report.seconds
     busy = min(report.busy_seconds[lane], whole)
-    words = f"busy {format_share(busy, whole)}"
+    figures = f"busy {format_share(busy, whole)}"
 
     slowest = report.slowest_rank
     if slowest is not None and report.slowest_busy_seconds:
         seconds = min(whole, report.slowest_busy_seconds.get(lane, 0.0))
         share = format_share(seconds, whole)
-        words += f", rank {slowest.rank} {share}"
-    _row(grid, lane, _bar(busy, whole), words)
+        figures += f", rank {slowest.rank} {share}"
+    _row(grid, lane, _bar(busy, whole), figures)
 
 
 def _bar(part: float, whole: float) -> ProgressBar:

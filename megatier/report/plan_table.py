@@ -26,20 +26,20 @@ def make_plan_table(run: RecordedRun) -> str:
         planned = f"{format_seconds(expected.seconds)} a step{waver}"
         return note(f"Planned: {planned}, bound by {expected.bound_by}. {NO_STEP}")
 
-    words = f"Bound by {expected.bound_by}, as planned. Measured: medians of all steps but each process's first."
+    meaning = f"Bound by {expected.bound_by}, as planned. Measured: medians of all steps but each process's first."
     if waver:
-        words += f" Planned{waver}."
+        meaning += f" Planned{waver}."
     if run.history.corrections:
         # Each process makes a correction of its own, and that of the last one holds.
-        made = run.history.corrections[-1]
-        planned_gb = made.planned_bytes_per_s / 1e9
-        measured_gb = made.measured_bytes_per_s / 1e9
-        words += (
-            f" Step {made.step:,} corrected the plan: drives that do {measured_gb:.3g} GB/s in this run, not "
-            f"{planned_gb:.3g}, make it {format_seconds(made.seconds)} a step; attainments after it are of that."
+        correction = run.history.corrections[-1]
+        planned_gb = correction.planned_bytes_per_s / 1e9
+        measured_gb = correction.measured_bytes_per_s / 1e9
+        meaning += (
+            f" Step {correction.step:,} corrected the plan: drives that do {measured_gb:.3g} GB/s in this run, not "
+            f"{planned_gb:.3g}, make it {format_seconds(correction.seconds)} a step; attainments after it are of that."
         )
     columns = ("", "planned", "measured", "measured to planned")
-    return table(columns, _planned(run, expected)) + note(words)
+    return table(columns, _planned(run, expected)) + note(meaning)
 
 
 def _planned(run: RecordedRun, expected: Expected) -> Iterator[tuple[str, str, str, str]]:

@@ -52,19 +52,19 @@ def _bytes_table(plan: Plan) -> Table:
 
 def _time_table(plan: Plan) -> Table:
     """Return the table of how long each lane is busy, and how long it would be if it were alone."""
-    made = plan.forecast
+    forecast = plan.forecast
     waver = format_range(plan.seconds_range)
-    title = f"a step: {format_seconds(made.seconds)}{waver}, {format_count(plan.tokens_per_s)} tokens/s"
+    title = f"a step: {format_seconds(forecast.seconds)}{waver}, {format_count(plan.tokens_per_s)} tokens/s"
     table = figure_table(title, "lane", "moves", "alone", "busy", "share")
-    for lane, alone in made.alone_seconds.items():
+    for lane, alone in forecast.alone_seconds.items():
         # A lane that has nothing to do in this run is no row.
         if not alone:
             continue
         # Compute and updates move nothing.
-        moved = made.moved_bytes.get(lane, 0)
+        moved = forecast.moved_bytes.get(lane, 0)
         moves = format_bytes(moved) if moved else "-"
-        busy = made.busy_seconds[lane]
-        table.add_row(lane, moves, format_seconds(alone), format_seconds(busy), format_share(busy, made.seconds))
+        busy = forecast.busy_seconds[lane]
+        table.add_row(lane, moves, format_seconds(alone), format_seconds(busy), format_share(busy, forecast.seconds))
     return table
 
 
@@ -217,14 +217,14 @@ def _ranks(world: World) -> str:
 
 def links_assumption(names: Sequence[str], world: World, *, here: bool) -> str:
     """Return a sentence about the rates that are assumed for links between ranks, and how to measure them."""
-    words = {
+    templates = {
         "gather_bytes_per_s": "a GPU gathers {:.0f} GB/s from the others of its host",
         "scatter_bytes_per_s": "it receives {:.0f} GB/s of gradients from them",
         "network_bytes_per_s": "it receives {:.1f} GB/s from other hosts",
         "ranks_slowdown": "compute stands still meanwhile",
     }
     # The words of the slowdown have no place for a figure, so it does not matter that it is divided here as well.
-    said = ", ".join(words[name].format(ASSUMED[name] / 1e9) for name in names)
+    said = ", ".join(templates[name].format(ASSUMED[name] / 1e9) for name in names)
     remedy = f"Give {', '.join(names)} in the file of --machine."
     if here:
         hosts = f"--nnodes {world.num_hosts} " if world.num_hosts > 1 else ""
@@ -244,42 +244,42 @@ def rates_assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str]
         mounts: the run's, as `tiers.nvme` has them.
         searches: whether settings were chosen nevertheless.
     """
-    words = []
+    rates_text = []
     what = "These drives were"
     # A bench measures links and processors together, so one of their rates tells of all of them.
     if "flops_per_s" in assumed:
         what = "This machine was"
-        words = [
+        rates_text = [
             f"copies to and from the GPU {rates.to_gpu_bytes_per_s / 1e9:.0f} GB/s",
             f"AdamW in RAM {format_count(rates.update_parameters_per_s)} parameters/s",
             f"AdamW on the GPU {format_count(rates.gpu_update_parameters_per_s)} parameters/s",
             f"compute {rates.flops_per_s / 1e12:.3g} TFLOP/s",
         ]
     if rates.drives:
-        words.append(f"each drive {rates.drives[0].mixed_bytes_per_s / 1e9:.0f} GB/s")
+        rates_text.append(f"each drive {rates.drives[0].mixed_bytes_per_s / 1e9:.0f} GB/s")
 
     then = "and so is the choice" if searches else "and no settings are chosen (`megatier train` chooses none either)"
     command = "megatier bench" + (f" --nvme {','.join(mounts)}" if mounts else "")
     return (
-        f"{what} not measured, so the times are rough, {then}. Assumed: {', '.join(words)}. Run `{command}` to measure "
-        "them."
+        f"{what} not measured, so the times are rough, {then}. Assumed: {', '.join(rates_text)}. Run `{command}` to "
+        "measure them."
     )
 
 
 def _spilled_gradients(count: int, plan: Plan) -> str:
     """Return a sentence about what gradients of so many units cost on NVMe, and how to avoid that."""
-    words = "Gradients"
+    subject = "Gradients"
 
     # Without a norm to wait for, gradients of a single group are used up at once.
     remedy = "and so do train.clip null and numerics.guard off."
     if plan.placement.sums_on_gpu:
-        words = "Sums of groups"
+        subject = "Sums of groups"
         remedy = "and so does train.groups 1; fewer groups make it less."
 
     size = format_bytes(plan.spilled_gradient_bytes)
     return (
-        f"{words} of {count} units lie on NVMe, because RAM is too short for them. For this a step writes {size} more, "
-        f"and reads as much. More tiers.ram avoids it, {remedy}"
+        f"{subject} of {count} units lie on NVMe, because RAM is too short for them. For this a step writes {size} "
+        f"more, and reads as much. More tiers.ram avoids it, {remedy}"
     )
 
 

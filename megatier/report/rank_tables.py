@@ -27,13 +27,13 @@ def make_rank_tables(run: RecordedRun) -> str:
     for name, seconds in list(behind.items())[:RANKS_SHOWN]:
         share = format_share(len(seconds), num_steps)
         slowest.append((name, share, format_seconds(median(seconds))))
-    words = (
+    meaning = (
         "All ranks end a step together. The slowest one takes longest itself: it computes, or waits for its own "
         "lanes, while the others wait for it. Below are medians of a step, for each rank."
     )
     return (
         table(("slowest", "share of the steps", "longer than the fastest, median"), slowest)
-        + note(words)
+        + note(meaning)
         + _by_rank(run, "waited for", lambda work: work.stall_seconds, format_seconds)
         + _by_rank(run, "busy", lambda work: work.busy_seconds, format_seconds)
         + _by_rank(run, "moved", lambda work: work.moved_bytes, format_bytes)

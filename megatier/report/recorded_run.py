@@ -75,24 +75,24 @@ class RecordedRun:
 
     def tokens_at(self, step: float) -> str:
         """Return the tokens of all steps up to this one, as people read them."""
-        return format_count(sum(made.tokens for made in self.steps if made.step <= step))
+        return format_count(sum(step_report.tokens for step_report in self.steps if step_report.step <= step))
 
     def time_at(self, step: float) -> str:
         """Return the time from the beginning of the run to the end of a step; that of its steps if no clock is on file.
 
         The first and the last step of a run that was stopped in between may be days apart.
         """
-        made = [each for each in self.steps if each.step <= step]
-        if not made:
+        steps = [each for each in self.steps if each.step <= step]
+        if not steps:
             return "0 ms"
         openings = self.history.openings
         began = openings[0].time if openings else ""
         try:
-            ended = datetime.fromisoformat(made[-1].time)
+            ended = datetime.fromisoformat(steps[-1].time)
             passed = ended - datetime.fromisoformat(began)
         except (ValueError, TypeError):
             # No time on file, or only one of the two with a zone.
-            return format_seconds(sum(each.seconds + each.compile_seconds for each in made))
+            return format_seconds(sum(each.seconds + each.compile_seconds for each in steps))
 
         # The clock of a host may have been set back in between.
         return format_seconds(max(0.0, passed.total_seconds()))

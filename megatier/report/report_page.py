@@ -87,12 +87,12 @@ def _placement(run: RecordedRun) -> str:
     # Runs of older versions have no record of how they began.
     if opening is None:
         return note(OLDER if run.steps else NO_STEP)
-    words = [f"Units in forward order: {len(opening.homes)}; a pointer over a block shows its name."]
+    remarks = [f"Units in forward order: {len(opening.homes)}; a pointer over a block shows its name."]
     if opening.streamed:
-        words.append(f"Units that stream their state through the GPU to be updated there: {len(opening.streamed)}.")
+        remarks.append(f"Units that stream their state through the GPU to be updated there: {len(opening.streamed)}.")
     if opening.speculative:
-        words.append(f"Units with two generations, updated in the backward: {len(opening.speculative)}.")
-    return placement_map.draw(opening) + note(" ".join(words))
+        remarks.append(f"Units with two generations, updated in the backward: {len(opening.speculative)}.")
+    return placement_map.draw(opening) + note(" ".join(remarks))
 
 
 def _saved(run: RecordedRun) -> str:
@@ -116,16 +116,16 @@ def _saved_table(saved: Sequence[Saved], what: str, folder: Path) -> str:
     # Older ones go when newer ones are whole, so the table says which are left.
     kept = {parse_step(path) for path in checkpoints(folder)}
     rows = []
-    for made in saved[-SAVED_SHOWN:]:
-        written = format_bytes(made.num_bytes)
-        took = format_seconds(made.seconds)
-        waited = format_seconds(made.paused_seconds)
-        still_there = "yes" if made.step in kept else "no"
-        rows.append((f"{made.step:,}", written, took, waited, still_there))
+    for save in saved[-SAVED_SHOWN:]:
+        written = format_bytes(save.num_bytes)
+        took = format_seconds(save.seconds)
+        waited = format_seconds(save.paused_seconds)
+        still_there = "yes" if save.step in kept else "no"
+        rows.append((f"{save.step:,}", written, took, waited, still_there))
 
-    paused_seconds = sum(made.paused_seconds for made in saved)
-    words = f"{what}s written: {len(saved)}, for which training waited {format_seconds(paused_seconds)} in all."
+    paused_seconds = sum(save.paused_seconds for save in saved)
+    totals = f"{what}s written: {len(saved)}, for which training waited {format_seconds(paused_seconds)} in all."
     if len(saved) > len(rows):
-        words += f" The last {SAVED_SHOWN} are shown."
+        totals += f" The last {SAVED_SHOWN} are shown."
     columns = (f"{what} of step", "written", "in", "training waited", "still there")
-    return table(columns, rows) + note(words)
+    return table(columns, rows) + note(totals)

@@ -42,19 +42,19 @@ def page(height: float, title: str, parts: Iterable[str]) -> str:
     )
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", most: int = TEXT_MAX, colour: str = "") -> str:
+def text(x: float, y: float, label: str, anchor: str = "start", most: int = TEXT_MAX, colour: str = "") -> str:
     """Return words that start, end or have their middle at x.
 
     Args:
         x: pixels of the anchor.
         y: pixels of the line on which the words stand.
-        words: cut to `most` characters.
+        label: cut to `most` characters.
         anchor: `start`, `middle` or `end`.
         most: characters, at most.
         colour: a colour of their own; empty: that of the picture.
     """
     fill = f' fill="{colour}"' if colour else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{fill}>{plain(words, most)}</text>'
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{fill}>{plain(label, most)}</text>'
 
 
 def bar(x: float, y: float, width: float, height: float, colour: str) -> str:
@@ -67,15 +67,15 @@ def grid_line(x: float, top: float, bottom: float) -> str:
     return f'<path d="M{x:.1f} {top:g}V{bottom:g}" stroke="{INK}" stroke-opacity="0.2"/>'
 
 
-def plain(words: str, most: int = TEXT_MAX) -> str:
+def plain(content: str, most: int = TEXT_MAX) -> str:
     """Return text as XML takes it, cut to so many characters."""
     # XML takes no control characters, not even escaped, and names come from files.
-    words = UNPRINTABLE.sub("\ufffd", words)
-    if len(words) > most:
-        words = words[: most - 1] + "…"
+    content = UNPRINTABLE.sub("\ufffd", content)
+    if len(content) > most:
+        content = content[: most - 1] + "…"
 
     # Escaped after the cut, which could go through the middle of an entity.
-    return escape(words)
+    return escape(content)
 
 
 def ticks(most: float) -> list[float]:

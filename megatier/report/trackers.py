@@ -131,8 +131,8 @@ class Mlflow:
         self._metric = library.entities.Metric
         self._client = library.MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment_id = self._client.create_experiment(name) if found is None else found.experiment_id
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
 
         self._last_steps: dict[str, int] = {}
         """The last step that MLflow has of each figure that may come again."""

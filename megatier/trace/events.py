@@ -139,8 +139,8 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
     lanes: dict[str, int] = {}
     rows: list[dict[str, object]] = []
     arrows: list[dict[str, object]] = []
-    for step, made in steps:
-        events = list(made)
+    for step, spans in steps:
+        events = list(spans)
         for event in events:
             track = lanes.setdefault(event.lane, len(lanes))
 
