@@ -404,13 +404,13 @@ class StepJobs:
             return None
         return self._grad_slots[0]
 
-    def _hand_over(self, spec: UnitSpec, group: int, made: int, before: int | None) -> None:
+    def _hand_over(self, spec: UnitSpec, group: int, gradient_job: int, before: int | None) -> None:
         """Add the sum of the groups before to a group's gradient, and move it to where it waits.
 
         Args:
             spec: the sizes of the unit.
             group: the group.
-            made: the use that makes the gradient.
+            gradient_job: the use that makes the gradient.
             before: the use before.
         """
         unit = spec.name
@@ -420,17 +420,17 @@ class StepJobs:
             arrived = self._list.chain(gradient.fetched, unit, shipped, before)
 
             # The addition takes almost no time, but it waits for the sum of the other groups.
-            made = self._list.add("compute", f"{unit} sum", 0.0, made, arrived)
-        self._ship(spec, gradient, made)
+            gradient_job = self._list.add("compute", f"{unit} sum", 0.0, gradient_job, arrived)
+        self._ship(spec, gradient, gradient_job)
 
-    def _ship(self, spec: UnitSpec, gradient: Gradient, made: int) -> None:
+    def _ship(self, spec: UnitSpec, gradient: Gradient, gradient_job: int) -> None:
         """Move a sum of groups, or one group's gradient, to where it waits. Its update may follow."""
         unit = spec.name
-        last = made
+        last = gradient_job
         if gradient.shipped:
             # There are slots only if groups are summed in RAM.
             slot = self._sums[0] if self._sums and len(self._sums) == self._sums.maxlen else None
-            last = self._list.chain(gradient.shipped, unit, made, slot)
+            last = self._list.chain(gradient.shipped, unit, gradient_job, slot)
 
             # The GPU slot is free when the gradient has arrived in RAM or on NVMe.
             self._grad_slots.append(last)

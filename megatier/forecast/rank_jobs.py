@@ -33,7 +33,7 @@ class RankJobs(StepJobs):
         super().__init__(compute_seconds, units, placement, policy, parameters_per_flop)
         self._last: int | None = None
         """The last collective."""
-        self._made: dict[tuple[str, int], int] = {}
+        self._gradient_jobs: dict[tuple[str, int], int] = {}
         """The job that made the gradient of a unit and group."""
         self._shards: deque[tuple[int, ...]] = deque(maxlen=SLOTS_MIN)
         """The jobs that emptied the GPU slots of the last shards."""
@@ -82,9 +82,9 @@ class RankJobs(StepJobs):
         self._shards.append((gathered, *returned))
         self._arrivals[unit] = gathered
 
-    def _hand_over(self, spec: UnitSpec, group: int, made: int, before: int | None) -> None:
+    def _hand_over(self, spec: UnitSpec, group: int, gradient_job: int, before: int | None) -> None:
         """Note the gradient for the queue `ranks`."""
-        self._made[spec.name, group] = made
+        self._gradient_jobs[spec.name, group] = gradient_job
 
     def _scatter(self, scatter: ReduceScatter) -> None:
         """Reduce-scatter a group's gradient, and add the result to the sum of this rank's shard."""
@@ -97,8 +97,8 @@ class RankJobs(StepJobs):
             fetched = self._list.chain(gradient.fetched, unit, shipped, self._last)
 
         (move,) = self._moves.reduce_scatter(scatter)
-        made = self._made.pop((unit, scatter.group))
-        scattered = self._list.add("scatter", unit, move.num_bytes, self._last, made)
+        gradient_job = self._gradient_jobs.pop((unit, scatter.group))
+        scattered = self._list.add("scatter", unit, move.num_bytes, self._last, gradient_job)
         self._scatters.append(scattered)
 
         # The addition takes almost no time, but it waits for the sum of the groups before, or a slot for a new sum.

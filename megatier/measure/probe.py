@@ -53,10 +53,10 @@ def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
     """
     copies = links.copies[0]
     update = links.updates[-1]
-    found = [drive.rates for drive in drives]
+    rates = [drive.rates for drive in drives]
     gpus = hardware.gpus()
     return Rates(
-        drives=_shared(found, [mount_facts(Path(drive.directory)) for drive in found]),
+        drives=_shared(rates, [mount_facts(Path(drive.directory)) for drive in rates]),
         to_gpu_bytes_per_s=copies.to_gpu_bytes_per_s,
         to_ram_bytes_per_s=copies.to_ram_bytes_per_s,
         update_parameters_per_s=update.parameters_per_s,

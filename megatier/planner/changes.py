@@ -99,11 +99,11 @@ def find_helpful_changes(
     for variant in _list_variants(trial, placement, train):
         try:
             # State is placed again, because a change of memory or activations may move it.
-            made = variant.trial.forecast(variant.trial.placed())
+            forecast = variant.trial.forecast(variant.trial.placed())
         except PlanError:
             # There would be more state on the GPU than activations leave room for.
             continue
-        rate = tokens * variant.times / made.seconds
+        rate = tokens * variant.times / forecast.seconds
         changes.append(Change(variant.what, rate, rate / tokens_per_s - 1))
 
     return tuple(sorted(changes, key=lambda change: -change.gain))

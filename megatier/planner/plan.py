@@ -136,19 +136,19 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for JSON."""
-        made = self.forecast
+        forecast = self.forecast
         return {
             "num_parameters": self.num_parameters,
             "num_trained": self.num_trained,
             "ranks": self.world.num_ranks,
             "hosts": self.world.num_hosts,
             "tokens_per_step": self.tokens,
-            "seconds": made.seconds,
+            "seconds": forecast.seconds,
             "seconds_low": self.seconds_range[0],
             "seconds_high": self.seconds_range[1],
             "tokens_per_s": self.tokens_per_s,
             "bound_share": self.bound_share,
-            "bound_by": made.bound_by,
+            "bound_by": forecast.bound_by,
             "compile_seconds": self.compile_seconds[0],
             "kept_compile_seconds": self.compile_seconds[1],
             "attention": self.attention,
@@ -167,9 +167,9 @@ class Plan:
             "lent_room": None if self.lent_room is None else dataclasses.asdict(self.lent_room),
             "homes": {f"{unit} {kind}": str(tier) for (unit, kind), tier in self.placement.homes.items()},
             "streamed": list(self.placement.streamed),
-            "busy_seconds": {lane: seconds for lane, seconds in made.busy_seconds.items() if seconds},
-            "alone_seconds": {lane: seconds for lane, seconds in made.alone_seconds.items() if seconds},
-            "moved_bytes": dict(made.moved_bytes),
+            "busy_seconds": {lane: seconds for lane, seconds in forecast.busy_seconds.items() if seconds},
+            "alone_seconds": {lane: seconds for lane, seconds in forecast.alone_seconds.items() if seconds},
+            "moved_bytes": dict(forecast.moved_bytes),
             "written_bytes_per_day": self.written_bytes_per_day,
             "checkpoint_bytes": self.space.checkpoint_bytes,
             "export_bytes": self.space.export_bytes,
@@ -215,7 +215,7 @@ def make_plan(setup: Setup) -> Plan:
     trial = Trial.of(setup)
     work = trial.work
     placement = _place(trial, setup)
-    made = trial.forecast(placement)
+    forecast = trial.forecast(placement)
     tokens = config.train.batch * config.data.sequence_length
 
     # Each rank writes its shard to its own drives.
@@ -249,18 +249,18 @@ def make_plan(setup: Setup) -> Plan:
         images_missing=setup.tower.missing,
         mask_bytes=mask_bytes(setup),
         lent_room=_lent_room(trial, placement),
-        forecast=made,
-        seconds_range=trial.seconds_range(placement, made),
+        forecast=forecast,
+        seconds_range=trial.seconds_range(placement, forecast),
         compute_seconds=trial.compute_seconds,
         compile_seconds=compile_seconds(setup),
         space=space,
         checkpoint_seconds=written_s,
-        checkpoint_pause_seconds=pause_seconds(written_s, made) if written_s is not None else None,
+        checkpoint_pause_seconds=pause_seconds(written_s, forecast) if written_s is not None else None,
         savepoint_bytes=resident,
         savepoint_seconds=checkpoint_seconds(resident, 0, drives),
         generation_bytes=generation_bytes(trial, placement),
         hidden_at=find_hidden_tokens(trial, placement, tokens),
-        changes=find_helpful_changes(trial, placement, config.train, tokens, made.seconds),
+        changes=find_helpful_changes(trial, placement, config.train, tokens, forecast.seconds),
     )
 
 

@@ -99,23 +99,23 @@ class Prediction:
         trial = self._choice.trial
 
         # The rate of a step follows that of the drives only roughly (CLOSE), so the ratio is applied several times.
-        made = planned
+        forecast = planned
         factor = 1.0
         for _ in range(ROUNDS):
             # A drive may become so fast that it takes no time in the simulation. Then its planned rate is 0.
-            factor *= rate / (planned_rate(made) or rate)
-            made = replace(trial, rates=trial.rates.times(factor)).forecast(self._choice.placement)
-            if abs(planned_rate(made) / rate - 1) < CLOSE:
+            factor *= rate / (planned_rate(forecast) or rate)
+            forecast = replace(trial, rates=trial.rates.times(factor)).forecast(self._choice.placement)
+            if abs(planned_rate(forecast) / rate - 1) < CLOSE:
                 break
 
-        self.forecast = made
+        self.forecast = forecast
 
         # The range belonged to the drives as `megatier bench` has measured them.
-        self.seconds_range = (made.seconds, made.seconds)
+        self.seconds_range = (forecast.seconds, forecast.seconds)
         return Correction(
             planned_seconds=planned.seconds,
             planned_bytes_per_s=planned_rate(planned),
-            seconds=made.seconds,
+            seconds=forecast.seconds,
             measured_bytes_per_s=rate,
         )
 
@@ -132,17 +132,17 @@ def measured_rate(events: Iterable[TraceEvent]) -> float:
     return num_bytes / busy_s if busy_s else 0.0
 
 
-def planned_rate(made: Forecast) -> float:
+def planned_rate(forecast: Forecast) -> float:
     """Return the bytes a second of busy drives in a forecast; 0 if they are idle."""
     # A move across the border of the step belongs to its neighbour in part.
     spans = []
-    for span in made.spans:
+    for span in forecast.spans:
         if span.lane in QUEUES_OF_DISK:
-            spans.append((max(0.0, span.start), min(made.seconds, span.end)))
+            spans.append((max(0.0, span.start), min(forecast.seconds, span.end)))
     busy_s = measure_covered(spans)
     if not busy_s:
         return 0.0
-    return sum(made.moved_bytes.get(queue, 0.0) for queue in QUEUES_OF_DISK) / busy_s
+    return sum(forecast.moved_bytes.get(queue, 0.0) for queue in QUEUES_OF_DISK) / busy_s
 
 
 def measure_covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -154,14 +154,14 @@ def _search_settings(setup: Setup, fixed: frozenset[str]) -> Choice:
         if best is not None and trial.least_seconds(placement) >= limit:
             continue
 
-        made = trial.forecast(placement)
-        if made.seconds < limit:
+        forecast = trial.forecast(placement)
+        if forecast.seconds < limit:
             chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
             best = Choice(
                 settings={name: value for name, value in chosen.items() if name not in fixed},
                 trial=trial,
                 placement=placement,
-                forecast=made,
+                forecast=forecast,
             )
 
     if best is None:

@@ -58,10 +58,10 @@ def add_remedies(short: PlanError, setup: Setup, place: Place) -> PlanError:
     ways = list(_find_remedies(setup, place))
     if not ways:
         return short
-    *others, words = ways
+    *others, remedies = ways
     if others:
-        words = f"{', '.join(others)} or {words}"
-    remedy = f"{short.remedy} It fits {words}."
+        remedies = f"{', '.join(others)} or {remedies}"
+    remedy = f"{short.remedy} It fits {remedies}."
     return PlanError(short.what, short.needed_bytes, short.had_bytes, remedy, short.tier)
 
 

@@ -96,26 +96,26 @@ class Trial:
         """Simulate a step."""
         return forecast(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
 
-    def seconds_range(self, placement: Placement, made: Forecast) -> tuple[float, float]:
+    def seconds_range(self, placement: Placement, forecast: Forecast) -> tuple[float, float]:
         """Return the seconds of a step with the drives at their fastest and at their slowest.
 
         The two are equal if the range was not measured.
 
         Args:
             placement: homes and slots.
-            made: the forecast with drives at their median speed.
+            forecast: the forecast with drives at their median speed.
         """
         fastest = replace(self, rates=self.rates.fastest)
         slowest = replace(self, rates=self.rates.slowest)
 
         # Each simulation takes as long as the forecast itself, so it is skipped where it would return the same.
         is_measured = not fastest.rates == slowest.rates == self.rates
-        if not (made.uses_drives and is_measured):
-            return made.seconds, made.seconds
+        if not (forecast.uses_drives and is_measured):
+            return forecast.seconds, forecast.seconds
 
         # A step with faster drives may take longer, because moves meet in another order. So minimum and maximum are
         # taken.
-        seconds = [made.seconds]
+        seconds = [forecast.seconds]
         seconds += [trial.forecast(placement).seconds for trial in (fastest, slowest)]
         return min(seconds), max(seconds)
 

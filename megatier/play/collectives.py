@@ -51,16 +51,16 @@ class Handover:
         self.scattered: Transfer | None = None
         """The transfer of that reduce-scatter, once it is submitted."""
         self._latch = _native.Latch()
-        self._made: Transfer | None = None
+        self._computed: Transfer | None = None
         self._is_abandoned = False
 
-    def give(self, made: Transfer | None) -> None:
+    def give(self, computed: Transfer | None) -> None:
         """Hand the gradient over.
 
         Args:
-            made: the point in compute's stream after which it is there; None if compute is synchronous.
+            computed: the point in compute's stream after which it is there; None if compute is synchronous.
         """
-        self._made = made
+        self._computed = computed
         self._latch.set()
 
     def abandon(self) -> None:
@@ -83,8 +83,8 @@ class Handover:
         self._latch.wait()
         if self._is_abandoned:
             raise StepAbandonedError(GIVEN_UP)
-        if self._made is not None:
-            self._made.wait_on_stream()
+        if self._computed is not None:
+            self._computed.wait_on_stream()
 
 
 class Collectives:
@@ -280,7 +280,7 @@ class Collectives:
         with self._store.consistency.change:
             lease, width = self._buffers.pop(unit)
             lease.release()
-        made = compute_point(self._store.clock, unit)
+        computed = compute_point(self._store.clock, unit)
 
         last_access = len(self._pass.accesses) - 1
         scatter = ReduceScatter(unit=unit, group=group, after_access=last_access, width=width)
@@ -295,7 +295,7 @@ class Collectives:
                 f"{unit} has a gradient in group {group}, and had none in step 1, or one that was made of fewer parts. "
                 "Ranks scatter what the first step has: put an image into each batch of the first step."
             )
-        handover.give(made)
+        handover.give(computed)
         if handover.scattered is not None:
             self._last_scatters[unit] = handover.scattered
 
@@ -396,8 +396,8 @@ class Collectives:
                 num_bytes = self._grad_bytes(unit, scatter.width)
                 with self._store.lease(received_key(unit), Tier.GPU, fresh=True, wait=True) as received:
                     shards = received.bytes[:num_bytes]
-                    with self._store.lease(group_grad_key(unit), Tier.GPU) as made:
-                        self._ranks.all_to_all(shards, made.bytes[:num_bytes])
+                    with self._store.lease(group_grad_key(unit), Tier.GPU) as lease:
+                        self._ranks.all_to_all(shards, lease.bytes[:num_bytes])
 
                     # Compute can make the next gradient in this slot while the shards are added up.
                     self._store.evict(group_grad_key(unit), Tier.GPU)

@@ -111,12 +111,12 @@ class UnitGradients:
 
         # The sum is submitted before the update, which follows the unit's last sum.
         if gradient.update is not None:
-            made = compute_point(self._blocks.store.clock, unit)
+            computed = compute_point(self._blocks.store.clock, unit)
             if not self._blocks.policy.deferred:
                 self._demand.add(self._moves.of(gradient.update))
-                self._updates.submit(gradient.update, made)
+                self._updates.submit(gradient.update, computed)
             elif speculates:
-                self._updates.submit_speculative(unit, made)
+                self._updates.submit_speculative(unit, computed)
 
     def sums_in_buffer(self, unit: str) -> bool:
         """Return whether groups are added up on the GPU, because of the gradient's home or for want of RAM."""

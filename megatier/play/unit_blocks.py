@@ -391,9 +391,9 @@ class UnitBlocks:
 
         # A rank receives its shard from every rank, so both blocks are as large as a whole gradient.
         grad_bytes = group_grad_bytes(spec, self.policy)
-        made = BlockSpec(group_grad_key(unit), grad_bytes, None, Kind.GROUP_GRAD)
+        block = BlockSpec(group_grad_key(unit), grad_bytes, None, Kind.GROUP_GRAD)
         received = BlockSpec(received_key(unit), grad_bytes, None, Kind.RECEIVED)
-        self.store.register(made)
+        self.store.register(block)
         self.store.register(received)
 
 

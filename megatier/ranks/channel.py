@@ -89,18 +89,18 @@ class Channel:
         Rank 0 gets the object itself, the others a copy. No rank returns before all have called this.
         """
         # An error is told like a result: the others wait for one of the two. In a tuple, because None may be a result.
-        made: tuple[T] | Exception | None = None
+        outcome: tuple[T] | Exception | None = None
         pickled = io.BytesIO()
         if self.rank == 0:
             try:
-                made = (make(),)
-                pickle.dump(made, pickled)
+                outcome = (make(),)
+                pickle.dump(outcome, pickled)
             except Exception as error:  # noqa: BLE001 - raised below, when the others know of it
-                made = self._error_for_peers(error)
-                pickled = io.BytesIO(pickle.dumps(made))
+                outcome = self._error_for_peers(error)
+                pickled = io.BytesIO(pickle.dumps(outcome))
 
         content = self._broadcast_bytes(pickled.getbuffer())
-        result: tuple[T] | Exception = pickle.loads(content) if made is None else made
+        result: tuple[T] | Exception = pickle.loads(content) if outcome is None else outcome
         if isinstance(result, Exception):
             raise result
         return result[0]

@@ -28,11 +28,11 @@ def share_memory(channel: Channel, num_bytes: int) -> mmap.mmap:
         OSError: there is no RAM to share, or a rank cannot open the file of rank 0.
         PeerError: a rank has failed.
     """
-    made: list[int] = []
+    descriptors: list[int] = []
 
     def make() -> tuple[int, int]:
         file = os.memfd_create("megatier", os.MFD_CLOEXEC)
-        made.append(file)
+        descriptors.append(file)
 
         # Ranks open it by its path under /proc. Other users may not.
         os.fchmod(file, 0o600)
@@ -46,11 +46,11 @@ def share_memory(channel: Channel, num_bytes: int) -> mmap.mmap:
 
         # If one rank cannot open it, all have to stop, because the others would wait for that one.
         with channel.failing_together():
-            if not made:
+            if not descriptors:
                 file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-                made.append(file)
-            return mmap.mmap(made[0], num_bytes)
+                descriptors.append(file)
+            return mmap.mmap(descriptors[0], num_bytes)
     finally:
         # The mapping keeps the memory without the descriptor.
-        for descriptor in made:
+        for descriptor in descriptors:
             os.close(descriptor)
