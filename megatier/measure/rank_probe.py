@@ -117,9 +117,9 @@ def _probe_transport(ranks: Ranks, device: str, seconds: float, prefers: Transpo
     else:
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         ranks.share_ram(buffer)
-    own, whole = memory[:own_bytes], memory[own_bytes:]
+    shard, whole = memory[:own_bytes], memory[own_bytes:]
     received = torch.empty_like(whole)
-    gather = partial(ranks.all_gather, whole, own)
+    gather = partial(ranks.all_gather, whole, shard)
     scatter = partial(ranks.all_to_all, received, whole)
 
     clock = StreamClock() if device == "cuda" else None

@@ -54,13 +54,13 @@ class Channel:
             PeerError: a rank has failed. Then this raises on every rank that calls it.
         """
         pickled = bytearray(pickle.dumps(value))
-        own = torch.frombuffer(pickled, dtype=torch.uint8)
-        own_size = torch.tensor([own.numel()], dtype=torch.int64, device="cpu")
+        pickled_bytes = torch.frombuffer(pickled, dtype=torch.uint8)
+        own_size = torch.tensor([pickled_bytes.numel()], dtype=torch.int64, device="cpu")
         sizes = self._all_gather(own_size).tolist()
 
         # A collective takes tensors of one size.
-        padding = max(sizes) - own.numel()
-        padded = torch.nn.functional.pad(own, (0, padding))
+        padding = max(sizes) - pickled_bytes.numel()
+        padded = torch.nn.functional.pad(pickled_bytes, (0, padding))
         rows = self._all_gather(padded).view(self.size, -1)
 
         values: list[T] = []
@@ -73,13 +73,13 @@ class Channel:
         """Return whether a flag is set on any rank."""
         return any(self.all_gather_object(flag))
 
-    def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
+    def _all_gather(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, which have one size, end to end in the order of the ranks."""
         # A rank that has left a collective early must begin no other. Gloo would take its bytes for those of the
         # earlier one, and it ends processes that receive more bytes than they expect.
         self._peers.check()
-        whole = own.new_empty(self.size * own.numel())
-        work = all_gather_into(whole, own, group=self._group, async_op=True)
+        whole = shard.new_empty(self.size * shard.numel())
+        work = all_gather_into(whole, shard, group=self._group, async_op=True)
         self.finish(work, self._peers.check)
         return whole
 
@@ -105,17 +105,17 @@ class Channel:
             raise result
         return result[0]
 
-    def _broadcast_bytes(self, own: memoryview) -> memoryview:
+    def _broadcast_bytes(self, sent: memoryview) -> memoryview:
         """Return the bytes of the first rank. Images may be many, so no rank holds them more than once.
 
         Args:
-            own: what the first rank has; empty on all others.
+            sent: what the first rank has; empty on all others.
         """
         import torch.distributed as dist
 
-        size = torch.tensor([own.nbytes], dtype=torch.int64, device="cpu")
+        size = torch.tensor([sent.nbytes], dtype=torch.int64, device="cpu")
         num_bytes = int(self._all_gather(size)[0])
-        content = own if self.rank == 0 else memoryview(bytearray(num_bytes))
+        content = sent if self.rank == 0 else memoryview(bytearray(num_bytes))
 
         # In pieces, so that even a slow network ends each of them soon.
         for piece in torch.frombuffer(content, dtype=torch.uint8).split(PIECE_BYTES):
@@ -254,11 +254,11 @@ class SingleRank:
         return range(num_groups)
 
 
-def all_gather_into(whole: torch.Tensor, own: torch.Tensor, *, group: ProcessGroup, async_op: bool) -> Work | None:
+def all_gather_into(whole: torch.Tensor, shard: torch.Tensor, *, group: ProcessGroup, async_op: bool) -> Work | None:
     """Begin torch's all-gather of equal shards into `whole`."""
     import torch.distributed as dist
 
     # torch 2.13 has a new name for it, and warns about the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: Work | None = gather(whole, own, group=group, async_op=async_op)
+    work: Work | None = gather(whole, shard, group=group, async_op=async_op)
     return work

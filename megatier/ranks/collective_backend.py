@@ -18,12 +18,12 @@ TRIAL_S = 10.0
 class CollectiveBackend(Protocol):
     """An all-gather and an all-to-all of bytes, in place of those of `torch.distributed`."""
 
-    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Gather the shards of all ranks, in the order of the ranks.
 
         Args:
             whole: uint8 [size * n], overwritten.
-            own: uint8 [n], this rank's shard.
+            shard: uint8 [n], this rank's shard.
         """
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
@@ -41,23 +41,23 @@ class CollectiveBackend(Protocol):
         """Free memory and locks. No collective may be under way."""
 
 
-def brings_right_bytes(backend: CollectiveBackend, own: torch.Tensor, rank: int, size: int) -> bool:
+def brings_right_bytes(backend: CollectiveBackend, own_shard: torch.Tensor, rank: int, size: int) -> bool:
     """All-gather a few bytes on GPUs, and return whether the right ones arrive in time.
 
     On some hosts a GPU can read the memory of another one, but gets wrong bytes.
 
     Args:
         backend: the backend to try.
-        own: uint8 [TRIAL_BYTES] that other ranks can read, overwritten.
+        own_shard: uint8 [TRIAL_BYTES] that other ranks can read, overwritten.
         rank: this rank.
         size: the number of ranks.
     """
     # Not zeros, with which the result is filled.
-    own.fill_(rank + 1)
-    whole = torch.zeros(size * TRIAL_BYTES, dtype=torch.uint8, device=own.device)
+    own_shard.fill_(rank + 1)
+    whole = torch.zeros(size * TRIAL_BYTES, dtype=torch.uint8, device=own_shard.device)
     torch.cuda.synchronize()
 
-    backend.all_gather(whole, own)
+    backend.all_gather(whole, own_shard)
 
     # `synchronize` would never return if a stream waits for a signal that never comes.
     deadline = time.monotonic() + TRIAL_S

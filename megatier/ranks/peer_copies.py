@@ -133,9 +133,9 @@ class PeerCopies:
         size = len(memories)
         self._others = [(rank + distance) % size for distance in range(1, size)]
 
-    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """See `CollectiveBackend`. `own` lies in the shared memory of this rank."""
-        self._copy(whole, own, 0)
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        """See `CollectiveBackend`. `shard` lies in the shared memory of this rank."""
+        self._copy(whole, shard, 0)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """See `CollectiveBackend`. `sent` lies in the shared memory of this rank."""
@@ -145,11 +145,11 @@ class PeerCopies:
     def try_out(self) -> bool:
         """Return whether an all-gather of a few bytes works; see `brings_right_bytes`."""
         # The trial uses the very memory that will be read, because other memory might be mapped in another way.
-        own = self._memories[self._rank][:TRIAL_BYTES]
-        before = own.clone()
-        if not brings_right_bytes(self, own, self._rank, len(self._memories)):
+        shard = self._memories[self._rank][:TRIAL_BYTES]
+        before = shard.clone()
+        if not brings_right_bytes(self, shard, self._rank, len(self._memories)):
             return False
-        own.copy_(before)
+        shard.copy_(before)
         torch.cuda.synchronize()
         return True
 
@@ -176,8 +176,8 @@ class PeerCopies:
 
         shards = target.view(len(self._memories), -1)
         shard_bytes = shards.shape[1]
-        own = source[start : start + shard_bytes]
-        shards[self._rank].copy_(own, non_blocking=True)
+        own_shard = source[start : start + shard_bytes]
+        shards[self._rank].copy_(own_shard, non_blocking=True)
 
         for peer in self._others:
             self._signals.wait(peer, Signal.READY, number)

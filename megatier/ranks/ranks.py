@@ -62,7 +62,7 @@ class Ranks(Channel):
         import torch.distributed as dist
 
         self._groups = groups
-        own, beside, self._data = groups
+        objects_group, beside, self._data = groups
         self._is_nccl = dist.get_backend(self._data) == "nccl"
         self._is_given_up = False
         self._abort_once = threading.Lock()
@@ -75,7 +75,7 @@ class Ranks(Channel):
         """Why no faster transport is used; empty if there is none."""
         self.shared_bytes = 0
         """Bytes of GPU memory that other GPUs may read. torch's caching allocator does not count them."""
-        super().__init__(rank, size, own, watched(self._stop))
+        super().__init__(rank, size, objects_group, watched(self._stop))
         self.beside = Channel(rank, size, beside, self._peers)
         """The channel of the queue `checkpoint`, which runs beside the training thread."""
         self.local_rank = local_rank
@@ -204,22 +204,22 @@ class Ranks(Channel):
         if backend is not None:
             backend.close()
 
-    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Gather the shards of all ranks, in the order of the ranks.
 
         Args:
             whole: uint8 [size * n], overwritten.
-            own: uint8 [n], this rank's shard. Both are on the device that computes.
+            shard: uint8 [n], this rank's shard. Both are on the device that computes.
         """
-        assert whole.numel() == self.size * own.numel()
+        assert whole.numel() == self.size * shard.numel()
         self._check_data()
         if self._backend is not None:
-            self._backend.all_gather(whole, own)
+            self._backend.all_gather(whole, shard)
         else:
-            work = all_gather_into(whole, own, group=self._data, async_op=not self._is_nccl)
+            work = all_gather_into(whole, shard, group=self._data, async_op=not self._is_nccl)
             self.finish(work, self._check_data)
 
-        received_bytes = whole.numel() - own.numel()
+        received_bytes = whole.numel() - shard.numel()
         self.moved_bytes["ranks"] += received_bytes
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:

@@ -106,15 +106,15 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
         _open_default_group(backend, rank, size, is_given_up)
 
     # Each thread has a group of its own, so that none waits for the collectives of another.
-    own = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    objects_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
     data = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
-    groups = own, beside, data
+    groups = objects_group, beside, data
 
     # Runs may follow each other in one process, so each has a prefix of its own in the store.
     this = Member.here(), secrets.token_hex(8)
     by_rank: list[tuple[Member, str] | None] = [None] * size
-    dist.all_gather_object(by_rank, this, group=own)
+    dist.all_gather_object(by_rank, this, group=objects_group)
     known = [each for each in by_rank if each is not None]
     members = [member for member, _ in known]
     _, run = known[0]

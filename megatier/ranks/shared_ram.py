@@ -72,10 +72,10 @@ class SharedRam:
         # Each rank begins with the next one, so that not all read the same buffer at the same time.
         self._others = [(rank + distance) % self._size for distance in range(1, self._size)]
 
-    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """See `CollectiveBackend`."""
         shards = whole.view(self._size, -1)
-        self._move(shards, own, [own])
+        self._move(shards, shard, [shard])
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """See `CollectiveBackend`."""
@@ -83,8 +83,8 @@ class SharedRam:
         given = sent.view(self._size, -1)
 
         # The rank's own piece needs no buffer.
-        own = given[self._rank]
-        self._move(taken, own, list(given))
+        own_row = given[self._rank]
+        self._move(taken, own_row, list(given))
 
     def try_out(self, device: str) -> None:
         """Try an all-gather of a few bytes on GPUs; see `brings_right_bytes`.
@@ -92,8 +92,8 @@ class SharedRam:
         Raises:
             MegatierError: the bytes are wrong, or come too late.
         """
-        own = torch.empty(TRIAL_BYTES, dtype=torch.uint8, device=device)
-        if not brings_right_bytes(self, own, self._rank, self._size):
+        shard = torch.empty(TRIAL_BYTES, dtype=torch.uint8, device=device)
+        if not brings_right_bytes(self, shard, self._rank, self._size):
             raise MegatierError("a trial of copies through shared RAM failed")
 
     def abort(self) -> None:
@@ -107,18 +107,18 @@ class SharedRam:
         if self._lock is not None:
             self._lock.close()
 
-    def _move(self, target: torch.Tensor, own: torch.Tensor, sent: Sequence[torch.Tensor]) -> None:
+    def _move(self, target: torch.Tensor, own_row: torch.Tensor, sent: Sequence[torch.Tensor]) -> None:
         """Fill row r of the target with what rank r sends to this one.
 
         Args:
             target: uint8 [size, n], overwritten.
-            own: the bytes for this rank itself: uint8 [n].
+            own_row: the bytes for this rank itself: uint8 [n].
             sent: the bytes that it sends, uint8 [n] each: one tensor for all others, or one for each rank.
         """
         # Hosts wait for each other here, so streams wait for late ranks only a moment.
         self._collective += 1
         self._signals.exchange_offsets(self._collective, 0)
-        target[self._rank].copy_(own, non_blocking=True)
+        target[self._rank].copy_(own_row, non_blocking=True)
 
         # A buffer has a run of each tensor that is sent.
         buffer_bytes = self._stages.shape[2]

@@ -59,11 +59,13 @@ class RamWeights:
                 if self._ranks is None:
                     self._copy_unit(unit, target, read)
                     continue
-                own = shard[: self._blocks.whole(unit, Kind.WEIGHT)[1]]
-                self._copy_unit(unit, own, read)
+                own_shard = shard[: self._blocks.whole(unit, Kind.WEIGHT)[1]]
+                self._copy_unit(unit, own_shard, read)
                 # As `Collectives` does: the trained elements of all ranks come before the frozen ones.
                 for start, stop in self._blocks.gathered_spans(unit):
-                    self._ranks.all_gather(target[self._ranks.size * start : self._ranks.size * stop], own[start:stop])
+                    self._ranks.all_gather(
+                        target[self._ranks.size * start : self._ranks.size * stop], own_shard[start:stop]
+                    )
             self._wait()
 
     def _copy_unit(self, unit: str, target: Tensor, read: deque[tuple[str, tuple[int, int]]]) -> None:
