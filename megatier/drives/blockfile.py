@@ -60,18 +60,18 @@ class FileBatch:
     """Batches of the engine as one completion, with typed errors."""
 
     def __init__(
-        self, batches: Sequence[tuple[IoBatch, Sequence[Path]]], what: str, key: str, base: BaseFiles | None = None
+        self, batches: Sequence[tuple[IoBatch, Sequence[Path]]], action: str, key: str, base: BaseFiles | None = None
     ) -> None:
         """Take batches that run.
 
         Args:
             batches: each with the file of each of its segments.
-            what: "read" or "write", for messages.
+            action: "read" or "write", for messages.
             key: the block that is moved.
             base: files of the base, some of which may be read.
         """
         self._batches = batches
-        self._what = what
+        self._what = action
         self._key = key
         self._base = base
 
@@ -102,8 +102,8 @@ class FileBatch:
             raise IntegrityError(self._key, str(path), offset, expected, found)
 
         # A file that is too short is not an error of the system, so there is no errno.
-        what = f"{self._what} of block {self._key}"
-        raise TransferError(what, "nvme", str(path), offset, code if kind == "io" else 0)
+        action = f"{self._what} of block {self._key}"
+        raise TransferError(action, "nvme", str(path), offset, code if kind == "io" else 0)
 
     def done(self) -> bool:
         """Return whether every request has ended."""

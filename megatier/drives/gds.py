@@ -157,14 +157,14 @@ class GpuReader:
     def _finish(self, key: str, part: Stripe, future: Any) -> None:  # noqa: ANN401  kvikio's
         """Wait for the read of a part of a stripe, and check its length."""
         path = self._files.paths[part.mount]
-        what = f"read of block {key}"
-        with self._typed_errors(what, path, part.file_offset):
+        action = f"read of block {key}"
+        with self._typed_errors(action, path, part.file_offset):
             num_bytes = future.get()
 
         # kvikio reports a file that is too short only by the count.
         if num_bytes != part.num_bytes:
             end = part.file_offset + num_bytes
-            raise TransferError(f"{what} by kvikio", "nvme", str(path), end, 0)
+            raise TransferError(f"{action} by kvikio", "nvme", str(path), end, 0)
 
     def _verify(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
         """Raise IntegrityError for the first granule whose checksum differs from the stored one."""
@@ -192,13 +192,13 @@ class GpuReader:
         )
 
     @contextlib.contextmanager
-    def _typed_errors(self, what: str, path: os.PathLike[str], offset: int) -> Iterator[None]:
+    def _typed_errors(self, action: str, path: os.PathLike[str], offset: int) -> Iterator[None]:
         """Turn errors of kvikio, which have no errno, into TransferError."""
         try:
             yield
         except (RuntimeError, OSError, ValueError) as error:
-            what = f"{what} by kvikio ({error}; {GPU_DIRECT_REMEDY})"
-            raise TransferError(what, "nvme", str(path), offset, errno.EIO) from error
+            action = f"{action} by kvikio ({error}; {GPU_DIRECT_REMEDY})"
+            raise TransferError(action, "nvme", str(path), offset, errno.EIO) from error
 
 
 def load_library(device: torch.device) -> Any:  # noqa: ANN401  a module that may be missing

@@ -55,16 +55,16 @@ class RankJobs(StepJobs):
         """Bring this rank's shard to the GPU, if it is not at home there, and then all-gather the shards."""
         unit = load.unit
         spec = self._units[unit]
-        *own, gather = self._moves.load(unit)
+        *shard_moves, gather = self._moves.load(unit)
         updated = self._updates.get(unit)
         arrived = updated
-        if own:
+        if shard_moves:
             slot = self._shards[0] if len(self._shards) == SLOTS_MIN else ()
 
             # Pieces let two lanes overlap. With one lane they save no time.
-            pieces = self._list.num_pieces(spec.num_elements) if len(own) > 1 else 1
+            pieces = self._list.num_pieces(spec.num_elements) if len(shard_moves) > 1 else 1
             needs = self._last_end, *slot, updated
-            arrived = self._list.chain(own, unit, *needs, pieces=pieces)
+            arrived = self._list.chain(shard_moves, unit, *needs, pieces=pieces)
 
         # The shard of a streamed unit leaves its slot only when it is gathered and home.
         returned: tuple[int, ...] = ()

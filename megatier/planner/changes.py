@@ -134,8 +134,8 @@ def _list_variants(trial: Trial, placement: Placement, train: TrainConfig) -> li
         # One generation is valid, one is written, and a savepoint may keep another one.
         count = 2 + policy.savepoints
         work = replace(trial.work, policy=replace(policy, generations=count))
-        what = f"updates in the backward (tiers.generations {count})"
-        variants.append(_Variant(what, replace(trial, work=work)))
+        change = f"updates in the backward (tiers.generations {count})"
+        variants.append(_Variant(change, replace(trial, work=work)))
 
     if drives := trial.rates.drives:
         rates = replace(trial.rates, drives=(*drives, drives[0]))

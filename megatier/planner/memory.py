@@ -166,8 +166,8 @@ def activation_bytes(setup: Setup) -> ActivationBytes:
     slices = setup.config.train.slices
     slice_bytes = boundary_bytes / slices
     for unit in work.units:
-        earlier, own = _gradient_bytes(setup, unit)
-        made = float(own)
+        earlier, slice_grads = _gradient_bytes(setup, unit)
+        made = float(slice_grads)
         if unit.name in sizes:
             saved_of_unit = saving.get(unit.name, 0.0)
             again = _backward_activations(setup, unit, sizes[unit.name], saved_of_unit)
@@ -274,20 +274,20 @@ def _attention_bytes(setup: Setup) -> int:
 def _gradient_bytes(setup: Setup, unit: Unit) -> tuple[int, int]:
     """Return the bytes of the gradients of a unit's weights: the sum of the slices before, and those of one slice."""
     train = setup.config.train
-    own = setup.item_bytes * unit.layout.num_trained
+    slice_grads = setup.item_bytes * unit.layout.num_trained
     if train.slices == 1:
-        return 0, own
+        return 0, slice_grads
 
     sizes = [tensor.num_elements for tensor in unit.layout.trained.tensors]
     largest = max(sizes, default=0)
     if train.slices == 2:
         # If groups are added up, the first summand of a tensor is made fp32 before it is written.
         summand = 4 * largest if train.groups > 1 else 0
-        return own + summand, own
+        return slice_grads + summand, slice_grads
 
     # The first summand of a tensor is there until it has become the sum in fp32.
     total = 4 * unit.layout.num_trained
-    return total + setup.item_bytes * largest, own
+    return total + setup.item_bytes * largest, slice_grads
 
 
 def _backward_activations(setup: Setup, unit: Unit, sizes: LayerSizes, saved: float) -> float:
@@ -413,8 +413,8 @@ def _adapted_bytes(setup: Setup) -> int:
     adapted = wrappers_in(setup.model)
     largest = 0
     for unit in setup.work.units:
-        own = [tensor for tensor in unit.layout.tensors if tensor.name in adapted]
-        num_elements = sum(tensor.num_elements for tensor in own)
+        tensors = [tensor for tensor in unit.layout.tensors if tensor.name in adapted]
+        num_elements = sum(tensor.num_elements for tensor in tensors)
         largest = max(largest, num_elements)
     return ADAPTED_COPIES * setup.item_bytes * largest
 

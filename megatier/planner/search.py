@@ -267,8 +267,8 @@ def _combine(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: froze
     """Yield all combinations of the values of settings. A fixed setting keeps its value."""
     tried: list[Sequence[Any]] = []
     for name, values in kinds.items():
-        own = attrgetter(name)(config)
-        tried.append([own] if name in fixed else values)
+        given = attrgetter(name)(config)
+        tried.append([given] if name in fixed else values)
     for combination in product(*tried):
         yield dict(zip(kinds, combination, strict=True))
 

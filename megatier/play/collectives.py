@@ -142,17 +142,17 @@ class Collectives:
         if played.trains:
             self._units_with_grads.clear()
 
-    def submit(self, planned: Load | ReduceScatter, own: Sequence[Transfer] = ()) -> Transfer:
+    def submit(self, planned: Load | ReduceScatter, shard_moves: Sequence[Transfer] = ()) -> Transfer:
         """Append a planned collective to the queue.
 
         Args:
             planned: a load, for which weights are gathered, or a reduce-scatter.
-            own: for a load, the transfers that bring this rank's own shard and, if it is streamed, update it.
+            shard_moves: for a load, the transfers that bring this rank's own shard and, if it is streamed, update it.
         """
         unit = planned.unit
         if isinstance(planned, Load):
-            gather = partial(self._gather, unit, planned, own)
-            return self._append(unit, gather, own)
+            gather = partial(self._gather, unit, planned, shard_moves)
+            return self._append(unit, gather, shard_moves)
 
         handover = Handover(planned)
         self._handovers[unit, planned.group] = handover
@@ -308,27 +308,28 @@ class Collectives:
         """Return the bytes of a whole unit's gradient, with so many bytes for each element."""
         return self._ranks.size * self._blocks.units[unit].num_trained * width
 
-    def _check_order(self, what: str) -> None:
+    def _check_order(self, collective: str) -> None:
         """Check that all ranks come to the same collective, while the order is recorded.
 
         Raises:
             TimelineError: another rank does something else.
         """
         with self._recorder.waiting("ranks"):
-            by_rank = self._ranks.all_gather_object(what)
+            by_rank = self._ranks.all_gather_object(collective)
         for rank, other in enumerate(by_rank):
-            if other != what:
+            if other != collective:
                 raise TimelineError(
-                    f"rank {self._ranks.rank} comes to {what!r}, and rank {rank} to {other!r}. Ranks need the same "
-                    "order of units: give the first step rows of the same kinds on all ranks, such as an image each."
+                    f"rank {self._ranks.rank} comes to {collective!r}, and rank {rank} to {other!r}. Ranks need the "
+                    "same order of units: give the first step rows of the same kinds on all ranks, such as an image "
+                    "each."
                 )
 
     # ------------------------------------------------------------------ the queue's side
 
-    def _append(self, unit: str, work: partial[None], own: Sequence[Transfer] = ()) -> Transfer:
+    def _append(self, unit: str, work: partial[None], shard_moves: Sequence[Transfer] = ()) -> Transfer:
         """Append an item to the queue, behind the transfers of this rank's own shard."""
         # `_gather` waits for these itself, because their errors stop all later collectives.
-        collective = self.queue.submit(unit, 0, work, follows=own)
+        collective = self.queue.submit(unit, 0, work, follows=shard_moves)
         self._last = collective
         self._recorder.watch(collective)
         return collective
@@ -348,14 +349,14 @@ class Collectives:
             self._failure = error
             raise
 
-    def _gather(self, unit: str, load: Load | None, own: Sequence[Transfer]) -> None:
+    def _gather(self, unit: str, load: Load | None, shard_moves: Sequence[Transfer]) -> None:
         """All-gather a unit's weights into a GPU slot, when the shard and the slot are there."""
         busy = self._recorder.busy
         blocks = self._blocks
         try:
             with self._in_order():
                 # The host waits for AdamW on the GPU too, because NCCL's kernel would occupy processors that it needs.
-                for transfer in own:
+                for transfer in shard_moves:
                     transfer.wait()
                 if load is not None:
                     busy["ranks"] = "slot"
@@ -372,14 +373,14 @@ class Collectives:
         # The leases are for the collective alone. The whole weights stay in their slot until compute has used them.
         key = self._blocks.key(unit, Kind.WEIGHT)
         with (
-            self._store.lease(key, Tier.GPU, wait=True) as own,
+            self._store.lease(key, Tier.GPU, wait=True) as shard_lease,
             self._store.lease(gathered_key(unit), Tier.GPU, fresh=True, wait=True) as whole,
         ):
             # Frozen weights lie behind the trained ones, in each shard and in the whole.
             num_ranks = self._ranks.size
             for start, stop in self._blocks.gathered_spans(unit):
                 gathered = whole.bytes[num_ranks * start : num_ranks * stop]
-                shard = own.bytes[start:stop]
+                shard = shard_lease.bytes[start:stop]
                 self._ranks.all_gather(gathered, shard)
 
     def _reduce_scatter(self, handover: Handover) -> None:

@@ -79,10 +79,12 @@ def _another_order(index: int, access: Access | None, recorded: Access | None, *
     """
     if access is not None:
         use = f"{access.unit} ({access.phase}, group {access.group})"
-        what = f"use {index} of this pass is {use}, not what step 1 recorded"
+        difference = f"use {index} of this pass is {use}, not what step 1 recorded"
     else:
         assert recorded is not None
-        what = f"the pass ended before {recorded.unit} ({recorded.phase}, group {recorded.group}), which step 1 used"
+        difference = (
+            f"the pass ended before {recorded.unit} ({recorded.phase}, group {recorded.group}), which step 1 used"
+        )
 
     if repeats:
         remedy = (
@@ -94,4 +96,4 @@ def _another_order(index: int, access: Access | None, recorded: Access | None, *
             "A step may leave units out, such as a vision tower where there is no image, if the first one used them: "
             "put an image into each batch of the first step."
         )
-    return TimelineError(f"{what}. megatier needs the same order of units in every step. {remedy}")
+    return TimelineError(f"{difference}. megatier needs the same order of units in every step. {remedy}")

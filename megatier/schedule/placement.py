@@ -312,10 +312,10 @@ def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy,
         # Speculation only saves time, so its generation is the first to give up.
         if generations > 1 + policy.savepoints:
             remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
-        what = "state and activations on NVMe" if spills_activations else "state on NVMe"
+        purpose = "state and activations on NVMe" if spills_activations else "state on NVMe"
         host_needs = needed * policy.num_host_ranks
         host_has = budgets.nvme * policy.num_host_ranks
-        raise PlanError(what, host_needs, host_has, remedy, Tier.NVME)
+        raise PlanError(purpose, host_needs, host_has, remedy, Tier.NVME)
 
 
 def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes) -> Counter[Tier]:

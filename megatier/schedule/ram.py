@@ -374,13 +374,13 @@ def _no_room_for_gradients(
     used: int, with_grads_in_ram: Sequence[UnitSpec], budgets: Budgets, policy: Policy
 ) -> PlanError:
     """Return the error that RAM is too short for gradients, if NVMe takes none."""
-    what = "gradients and activations in RAM"
+    purpose = "gradients and activations in RAM"
     other = "."
     if not with_grads_in_ram:  # no gradient counts
         other = ", set train.activations to recompute, or train on fewer tokens a step."
     elif policy.groups > 1:
         sums = sum(grad_bytes(spec, policy) for spec in with_grads_in_ram) * policy.num_host_ranks
-        what = f"gradients and activations in RAM, {format_bytes_up(sums)} of it for sums of groups,"
+        purpose = f"gradients and activations in RAM, {format_bytes_up(sums)} of it for sums of groups,"
         other = ", let NVMe hold state (tiers.nvme, tiers.state), so that sums go there, or lower train.groups."
     elif policy.deferred and policy.num_ranks == 1:
         other = ", or set train.clip to null and numerics.guard to false."
@@ -388,7 +388,7 @@ def _no_room_for_gradients(
     needed = host_ram(used, policy)
     had = _host_ram_of(budgets, policy)
     remedy = f"Raise tiers.ram to at least {format_bytes_up(needed)}{other}"
-    return PlanError(what, needed, had, remedy, Tier.RAM)
+    return PlanError(purpose, needed, had, remedy, Tier.RAM)
 
 
 def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budgets, policy: Policy) -> PlanError:

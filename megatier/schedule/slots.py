@@ -104,9 +104,9 @@ def gpu_slots(
     largest = max(rest, key=lambda unit: block_bytes(unit, Kind.WEIGHT))
     needed = used + least_gpu_bytes(rest, policy)
     if needed > budget:
-        what = f"{GPU_SLOTS} for the largest unit, {largest.name}"
+        purpose = f"{GPU_SLOTS} for the largest unit, {largest.name}"
         remedy = f"Raise tiers.gpu to at least {format_bytes_up(needed)}."
-        raise PlanError(what, needed, budget, remedy, Tier.GPU)
+        raise PlanError(purpose, needed, budget, remedy, Tier.GPU)
 
     weight_bytes = block_bytes(largest, Kind.WEIGHT)
     grad = _gpu_grad_slots(rest, policy)

@@ -66,8 +66,8 @@ class Staging:
             """The ring of each queue."""
             pieces = self._arena.bytes.chunk(num_pieces)
             for number, queue in enumerate(COPY_QUEUES):
-                own = pieces[number * NUM_PIECES : (number + 1) * NUM_PIECES]
-                self.rings[queue] = Ring(queue, own, self._copy, clock)
+                ring_pieces = pieces[number * NUM_PIECES : (number + 1) * NUM_PIECES]
+                self.rings[queue] = Ring(queue, ring_pieces, self._copy, clock)
             undone.pop_all()
 
     def is_locked(self, in_ram: torch.Tensor) -> bool:
