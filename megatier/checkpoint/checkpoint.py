@@ -228,11 +228,11 @@ def check_parameters(path: Path, units: Sequence[Unit]) -> None:
     start = f"{MASTERS}/"
     stored = {node.removeprefix(start) for node in manifest.checksums if node.startswith(start)}
     wanted = parameter_shapes(units).keys()
-    for names, what in ((wanted - stored, "it has no"), (stored - wanted, "this model has no")):
+    for names, who_lacks in ((wanted - stored, "it has no"), (stored - wanted, "this model has no")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise CheckpointError(
-                f"{path} is of another model: {what} {min(names)}{more}. Open the model that it was saved from."
+                f"{path} is of another model: {who_lacks} {min(names)}{more}. Open the model that it was saved from."
             )
 
 

@@ -54,10 +54,10 @@ def check_place(path: Path, checksum: int, expected: int) -> None:
     """
     # A write that a drive misdirected or lost leaves whole bytes of another place or time, with their own checksum.
     if checksum != expected:
-        what = (
+        reason = (
             f"holds other bytes than were written there: their checksum is {checksum:#010x}, noted is {expected:#010x}"
         )
-        raise DamagedCheckpointError(str(path), what)
+        raise DamagedCheckpointError(str(path), reason)
 
 
 def create(path: Path) -> int:

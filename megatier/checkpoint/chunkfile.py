@@ -364,7 +364,7 @@ def _file_bytes(array: StoredArray) -> int:
     return 4 * array.grid.chunk_elements + CRC_BYTES
 
 
-def _check(staged: Staged, what: str) -> None:
+def _check(staged: Staged, action: str) -> None:
     """Raise the error of a transfer that is over, if it has one.
 
     Raises:
@@ -375,8 +375,8 @@ def _check(staged: Staged, what: str) -> None:
     if error is not None:
         assert staged.path is not None
         _, code, _, offset, *_ = error
-        raise _failed(what, staged.path, offset, code)
+        raise _failed(action, staged.path, offset, code)
 
 
-def _failed(what: str, path: Path, offset: int, code: int | None) -> TransferError:
-    return TransferError(f"{what} a checkpoint", "disk", str(path), offset, code or 0)
+def _failed(action: str, path: Path, offset: int, code: int | None) -> TransferError:
+    return TransferError(f"{action} a checkpoint", "disk", str(path), offset, code or 0)

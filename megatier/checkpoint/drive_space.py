@@ -160,10 +160,10 @@ class DriveSpace:
         if self.export_bytes > free:
             raise CapacityError(f"the export in {self.directory}", self.export_bytes, free, SPACE_REMEDY)
         if needed > free:
-            what = f"{num_kept + self.keeps_best + 1} checkpoints in {self.directory / CHECKPOINT_FOLDER}"
+            purpose = f"{num_kept + self.keeps_best + 1} checkpoints in {self.directory / CHECKPOINT_FOLDER}"
             if self.export_bytes > self.checkpoint_bytes:
-                what = f"{num_kept + self.keeps_best} checkpoints and the export in {self.directory}"
-            raise CapacityError(what, needed, free, CHECKPOINT_SPACE_REMEDY)
+                purpose = f"{num_kept + self.keeps_best} checkpoints and the export in {self.directory}"
+            raise CapacityError(purpose, needed, free, CHECKPOINT_SPACE_REMEDY)
 
     def num_that_fit(self, num_kept: int) -> int:
         """Return how many of so many checkpoints the drive takes, with one more on its way, and the export."""

@@ -155,9 +155,9 @@ class RunDirectory:
 
     def _remove_traces(self) -> None:
         """Remove the files of this run. None was there before, since a run refuses such a directory."""
-        own = [self.path / name for name in (CONFIG_FILE, NUMBERS_FILE, RUN_ID_FILE)]
+        files = [self.path / name for name in (CONFIG_FILE, NUMBERS_FILE, RUN_ID_FILE)]
         data = self.path / DATA_FOLDER
-        for path in (*own, *data.glob("*tokens*")):
+        for path in (*files, *data.glob("*tokens*")):
             path.unlink(missing_ok=True)
 
         # The folder may be missing, or hold a file of the user.
@@ -315,8 +315,8 @@ def checkpoints(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         if folder.is_symlink() or folder.exists():
-            what = f"a link to {folder.readlink()}, which is not there" if folder.is_symlink() else "no folder"
-            raise CheckpointError(f"{folder} is {what}. Bring back what was there, or move it away.")
+            state = f"a link to {folder.readlink()}, which is not there" if folder.is_symlink() else "no folder"
+            raise CheckpointError(f"{folder} is {state}. Bring back what was there, or move it away.")
         return []
 
     # Anything else in the folder belongs to somebody else. Long names do not sort like numbers, so steps are compared.

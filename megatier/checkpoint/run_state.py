@@ -209,11 +209,12 @@ class RunState:
         if noted != self.text:
             count = found["num_tokens"]
             before = self.text.get("num_tokens")
-            what = "its tokens differ"
+            difference = "its tokens differ"
             if count != before:
-                what = f"it has {count} tokens to train on instead of {before}"
+                difference = f"it has {count} tokens to train on instead of {before}"
             raise DataError(
-                f"the text is not that of the checkpoint: {what}. Bring the old text back, or add --accept-changes."
+                f"the text is not that of the checkpoint: {difference}. Bring the old text back, or add "
+                "--accept-changes."
             )
 
 

@@ -379,8 +379,8 @@ def _read_manifest(path: Path) -> tuple[RunState, int, list[RankPart]]:
     stored = read_json(path)
     number = stored.get("format")
     if number not in tuple(SAVEPOINT_FIELDS):
-        what = f"{path} is no savepoint that this version of megatier reads (format {SAVEPOINT_FORMAT})"
-        raise CheckpointError(f"{what}. Use the version that wrote it.")
+        reason = f"{path} is no savepoint that this version of megatier reads (format {SAVEPOINT_FORMAT})"
+        raise CheckpointError(f"{reason}. Use the version that wrote it.")
 
     # The digest covers what the format has, so an older one is read with its own fields.
     content = _fields(path, stored, SAVEPOINT_FIELDS[number])

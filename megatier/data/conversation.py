@@ -164,8 +164,8 @@ class Turns:
 
         # A table gives every row all of its columns, so what a turn does not have is None there. A template must not
         # see it.
-        own = (self.role, self.content)
-        rest = {key: value for key, value in turn.items() if value is not None and key not in own}
+        read_keys = (self.role, self.content)
+        rest = {key: value for key, value in turn.items() if value is not None and key not in read_keys}
 
         # A turn that calls tools need not say anything.
         if content is None and rest.get("tool_calls"):

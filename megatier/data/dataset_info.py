@@ -111,8 +111,8 @@ def _shape(place: str, formatting: object, columns: dict[str, str], tags: dict[s
 
     missing = [key for key in ("role_tag", "content_tag", "user_tag", "assistant_tag") if key not in tags]
     if formatting != "sharegpt" or "messages" not in columns or missing:
-        what = f"tags has no {missing[0]}" if missing else f"formatting {formatting!r} without a messages column"
-        raise DataError(f"{place}: {what}. It must be alpaca, or sharegpt with messages and the tags of its turns.")
+        lack = f"tags has no {missing[0]}" if missing else f"formatting {formatting!r} without a messages column"
+        raise DataError(f"{place}: {lack}. It must be alpaca, or sharegpt with messages and the tags of its turns.")
     roles = tuple((tag, ROLES[key]) for key, tag in tags.items() if key in ROLES)
     return Turns(
         turns=columns["messages"],

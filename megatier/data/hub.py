@@ -100,7 +100,7 @@ def _opening(config: DataConfig) -> Iterator[Any]:
 
 
 @contextmanager
-def _named(config: DataConfig, what: str, kind: type[Exception]) -> Iterator[None]:
+def _named(config: DataConfig, failure: str, kind: type[Exception]) -> Iterator[None]:
     """Turn errors into one with the dataset's name and a remedy."""
     try:
         yield
@@ -114,4 +114,4 @@ def _named(config: DataConfig, what: str, kind: type[Exception]) -> Iterator[Non
                 "Check the network, or download it elsewhere (hf download --repo-type dataset NAME --local-dir FOLDER) "
                 "and name the folder."
             )
-        raise DataError(f"data.dataset: {config.dataset} {what}: {reason}. {remedy}") from error
+        raise DataError(f"data.dataset: {config.dataset} {failure}: {reason}. {remedy}") from error

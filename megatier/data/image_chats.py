@@ -249,9 +249,8 @@ class ImageChats:
         columns = self._processor.columns([row.text for row in rows], images, length, place)
 
         ids = columns["input_ids"]
-        for row, own in zip(rows, ids, strict=True):
-            # A longer row would move the conversations after it in its sequence.
-            if len(own) != length or checksum_of(own[: row.num_tokens].numpy()) != row.crc32:
+        for row, row_ids in zip(rows, ids, strict=True):
+            if checksum_of(row_ids[: row.num_tokens].numpy()) != row.crc32:
                 raise DataError(
                     f"{row.place}: the processor makes other tokens of it now than when the run began. Bring the old "
                     "processor back, or begin a new run."

@@ -55,19 +55,19 @@ def parts_of(content: object, place: str) -> list[dict[str, Any]]:
     parts = []
     for part in given:
         # A table gives each part the keys of all parts, with None for those that it does not have.
-        own: dict[str, Any] = {}
+        plain_part: dict[str, Any] = {}
         if isinstance(part, dict):
-            own = {key: value for key, value in part.items() if value is not None}
-        is_text = own.get("type") == "text" and isinstance(own.get("text"), str)
-        if not is_text and not holds_image(own):
+            plain_part = {key: value for key, value in part.items() if value is not None}
+        is_text = plain_part.get("type") == "text" and isinstance(plain_part.get("text"), str)
+        if not is_text and not holds_image(plain_part):
             raise DataError(
                 f"{place}: a part of a turn is {quoted(part)}; parts of the types text, image and image_url are read."
             )
         if is_text:
             # JSON can spell half of a surrogate pair, for which UTF-8 has no bytes.
-            text = own["text"].encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
-            own = {"type": "text", "text": text}
-        parts.append(own)
+            text = plain_part["text"].encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
+            plain_part = {"type": "text", "text": text}
+        parts.append(plain_part)
     return parts
 
 
@@ -99,14 +99,14 @@ def place_images(
                 parts.append(part)
                 continue
             parts.append(dict(IMAGE_PLACE))
-            own = _own(part)
-            if own is None:
+            image = _own(part)
+            if image is None:
                 num_open += 1
 
                 # Not an error yet: the counts are compared below, where the message has both.
-                own = next(left, None)
-            if own is not None:
-                images.append(find_source(own, place))
+                image = next(left, None)
+            if image is not None:
+                images.append(find_source(image, place))
         placed.append({**message, "content": parts})
 
     if num_open != len(listed):

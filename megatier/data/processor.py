@@ -166,18 +166,18 @@ def load_processor(config: RunConfig) -> Processor:
             with contextlib.suppress(FileNotFoundError):
                 read_object(folder / file, SETTINGS_BYTES_MAX, DataError)
     with reading(f"no processor at {printable(name)}", DataError, remedy=PROCESSOR_REMEDY):
-        own = AutoProcessor.from_pretrained(str(folder or name), trust_remote_code=False)
+        loaded = AutoProcessor.from_pretrained(str(folder or name), trust_remote_code=False)
 
     # transformers gives the tokenizer alone where a folder has no more.
-    if not isinstance(own, ProcessorMixin):
-        raise DataError(f"no processor at {printable(name)}, but {type(own).__name__} alone. {PROCESSOR_REMEDY}")
-    processor = Processor(own, name)
+    if not isinstance(loaded, ProcessorMixin):
+        raise DataError(f"no processor at {printable(name)}, but {type(loaded).__name__} alone. {PROCESSOR_REMEDY}")
+    processor = Processor(loaded, name)
 
     # Older folders have the template with the processor alone.
-    template = getattr(own, "chat_template", None)
+    template = getattr(loaded, "chat_template", None)
     if config.data.chat_template is not None or template is None:
         template = tokenizer.chat_template
-    own.chat_template = template
+    loaded.chat_template = template
     processor.tokenizer.chat_template = template
     return processor
 
@@ -195,10 +195,10 @@ def load_tokens(config: RunConfig) -> tuple[PreTrainedTokenizerBase | Processor,
     return tokenizer, tokenizer
 
 
-def _image_ids(own: ProcessorMixin) -> list[int | None]:
+def _image_ids(processor: ProcessorMixin) -> list[int | None]:
     """Return the tokens that stand for images, or for what else a model sees or hears, as a processor names them."""
     names = ("image_token_id", "video_token_id", "audio_token_id")
-    return [*(getattr(own, name, None) for name in names), *getattr(own, "image_token_ids", ())]
+    return [*(getattr(processor, name, None) for name in names), *getattr(processor, "image_token_ids", ())]
 
 
 def _touched(spans: NDArray[np.int64], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

@@ -212,8 +212,8 @@ def _parsed(line: str, place: str) -> Any:  # noqa: ANN401 - JSON holds anything
 def _no_json(error: Exception) -> str:
     """Return where something is no JSON, and why."""
     if isinstance(error, json.JSONDecodeError):
-        what = error.msg.removesuffix(" at")
-        return f"line {error.lineno}: no valid JSON: {what} at column {error.colno}."
+        reason = error.msg.removesuffix(" at")
+        return f"line {error.lineno}: no valid JSON: {reason} at column {error.colno}."
     why = str(error).rstrip(".")
     if isinstance(error, RecursionError):
         # Python's own words are of a recursion in itself.

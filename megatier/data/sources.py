@@ -280,10 +280,10 @@ def _expand(entry: str, suffixes: tuple[str, ...], expected: frozenset[str], say
         raise DataError(f"data.files: {entry!r} is neither a path nor a pattern: {error}.") from error
 
     if not paths:
-        what = f"holds no file in {' '.join(suffixes)}. Name its files, or their suffixes in data.suffixes."
+        reason = f"holds no file in {' '.join(suffixes)}. Name its files, or their suffixes in data.suffixes."
         if not path.is_dir():
-            what = "matches no file or folder. Check the path: a relative one begins at the working directory."
-        raise DataError(f"data.files: {entry} {what}")
+            reason = "matches no file or folder. Check the path: a relative one begins at the working directory."
+        raise DataError(f"data.files: {entry} {reason}")
     return sorted(paths, key=lambda file: file.as_posix())
 
 

@@ -65,8 +65,8 @@ def read_or_make(
             _write_note(directory, settings, names, contents)
     except OSError as error:
         remedy = REMEDIES.get(error.errno or 0, "Check the drive, or name another output.directory.")
-        what = "tokens" if names[0].endswith(".tokens") else "rows"
-        raise DataError(f"cannot write {what} to {directory}: {error.strerror or error}. {remedy}") from error
+        contents_name = "tokens" if names[0].endswith(".tokens") else "rows"
+        raise DataError(f"cannot write {contents_name} to {directory}: {error.strerror or error}. {remedy}") from error
     return contents, damaged
 
 

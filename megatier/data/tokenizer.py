@@ -117,8 +117,8 @@ def _load(name: str) -> PreTrainedTokenizerBase:
     if folder is None and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise DataError(f"no tokenizer at {printable(name)}: there is no such folder. {TOKENIZER_REMEDY}")
     names = ", ".join(_check_files(folder))
-    what = f"no tokenizer at {printable(name)}{f', made of {names}' if names else ''}"
-    with reading(what, DataError, remedy=TOKENIZER_REMEDY):
+    complaint = f"no tokenizer at {printable(name)}{f', made of {names}' if names else ''}"
+    with reading(complaint, DataError, remedy=TOKENIZER_REMEDY):
         # Code that comes with a tokenizer is never run.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
@@ -130,13 +130,13 @@ def _load(name: str) -> PreTrainedTokenizerBase:
     # transformers makes a tokenizer without a vocabulary for some models whose folder has none.
     if is_empty:
         raise DataError(
-            f"{what}: it knows {len(tokenizer)} tokens, and makes none of a text but special and unknown ones. "
+            f"{complaint}: it knows {len(tokenizer)} tokens, and makes none of a text but special and unknown ones. "
             f"{TOKENIZER_REMEDY}"
         )
     if end is None:
         raise DataError(f"the tokenizer at {name} has no eos_token, which ends each document; set it in its config.")
     if type(end) is not int or not isinstance(template, str | dict | None):
-        raise DataError(f"{what}: eos_token or chat_template is of another kind than text. {TOKENIZER_REMEDY}")
+        raise DataError(f"{complaint}: eos_token or chat_template is of another kind than text. {TOKENIZER_REMEDY}")
     return tokenizer
 
 
@@ -159,8 +159,8 @@ def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
 
     # A vocabulary need not have letters at all, so tokens of its own are tried as well.
     most = min(len(tokenizer), SAMPLE_TOKENS)
-    own = [number for number in range(most) if number not in empty]
-    sample = f"{SAMPLE} {tokenizer.decode(own)}"
+    visible = [number for number in range(most) if number not in empty]
+    sample = f"{SAMPLE} {tokenizer.decode(visible)}"
     encoded = tokenizer([sample], add_special_tokens=False, verbose=False)
     (ids,) = encoded["input_ids"]
     return empty.issuperset(ids)

@@ -45,9 +45,9 @@ def write_model(
     """
     export_trained(folder, model, units, read, COMPUTE_DTYPES[dtype], shard_bytes, tokenizer)
     num_bytes = sum(file.stat().st_size for file in folder.iterdir())
-    what = "model"
+    artifact = "model"
     # `dtype` is of whole models: an adapter is written as its masters are.
     if adapter_config(model) is not None:
-        what = "adapter"
+        artifact = "adapter"
         dtype = "fp32"
-    say(console, f"{what} written to {folder} ({format_bytes(num_bytes)}, {dtype})")
+    say(console, f"{artifact} written to {folder} ({format_bytes(num_bytes)}, {dtype})")
