@@ -157,14 +157,14 @@ def _extra(name: str, wanted: str) -> Check:
     """Say whether the package of an extra is there, and of a version that is taken. None of them is needed to train."""
     # The text is that of pyproject.toml, so that a test can compare the two.
     package, least = wanted.split(">=")
-    what = f"{name} ({package})"
+    extra = f"{name} ({package})"
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return _ok(what, f"not installed: pip install 'megatier[{name}]'")
+        return _ok(extra, f"not installed: pip install 'megatier[{name}]'")
     if _numbers(version) < _numbers(least):
-        return _warn(what, f"{version}, and {least} is the least", f"pip install 'megatier[{name}]'")
-    return _ok(what, version)
+        return _warn(extra, f"{version}, and {least} is the least", f"pip install 'megatier[{name}]'")
+    return _ok(extra, version)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -214,8 +214,8 @@ def _cuda(gpus: Sequence[hardware.Gpu]) -> Iterator[Check]:
     for gpu in gpus:
         yield _ok("GPU", f"{gpu.name}, {format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}")
         if gpu.is_unified:
-            what = f"unified: RAM and GPU memory are one of {format_bytes(hardware.ram_total_bytes())}"
-            yield _warn("GPU memory", what, f"tiers.gpu and tiers.ram are parts of it. {UNTRIED}")
+            memory = f"unified: RAM and GPU memory are one of {format_bytes(hardware.ram_total_bytes())}"
+            yield _warn("GPU memory", memory, f"tiers.gpu and tiers.ram are parts of it. {UNTRIED}")
         elif gpu.is_coherent:
             yield _warn("GPU link", "NVLink-C2C: `megatier bench` measures its rate", UNTRIED)
         else:

@@ -299,12 +299,12 @@ def _expected(record: Record) -> Expected:
     return _read(Expected, record, seconds_range=(low, high))
 
 
-def _saved(step: int, record: Record, what: str) -> Saved:
-    num_bytes = _figure(record[f"{what}_bytes"])
-    seconds = _figure(record[f"{what}_seconds"])
+def _saved(step: int, record: Record, kind: str) -> Saved:
+    num_bytes = _figure(record[f"{kind}_bytes"])
+    seconds = _figure(record[f"{kind}_seconds"])
 
     # Training waits for a savepoint all the time, so there is no pause of its own on file.
-    paused = _figure(record.get(f"{what}_pause_seconds", seconds))
+    paused = _figure(record.get(f"{kind}_pause_seconds", seconds))
     return Saved(
         step=step,
         num_bytes=num_bytes,

@@ -19,7 +19,7 @@ OTHER_DIRECTORY = "Set output.directory to a directory of yours."
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
+def refusing(action: str) -> Iterator[None]:
     """Turn errors of the drive inside into one that says what to do, such as "cannot write FILE".
 
     Raises:
@@ -29,7 +29,7 @@ def refusing(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = REMEDIES.get(error.errno or 0, OTHER_DIRECTORY)
-        raise ConfigError(f"cannot {what}: {error.strerror}. {remedy}") from error
+        raise ConfigError(f"cannot {action}: {error.strerror}. {remedy}") from error
 
 
 class MetricsLog:

@@ -245,10 +245,10 @@ def rates_assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str]
         searches: whether settings were chosen nevertheless.
     """
     rates_text = []
-    what = "These drives were"
+    subject = "These drives were"
     # A bench measures links and processors together, so one of their rates tells of all of them.
     if "flops_per_s" in assumed:
-        what = "This machine was"
+        subject = "This machine was"
         rates_text = [
             f"copies to and from the GPU {rates.to_gpu_bytes_per_s / 1e9:.0f} GB/s",
             f"AdamW in RAM {format_count(rates.update_parameters_per_s)} parameters/s",
@@ -261,7 +261,7 @@ def rates_assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str]
     then = "and so is the choice" if searches else "and no settings are chosen (`megatier train` chooses none either)"
     command = "megatier bench" + (f" --nvme {','.join(mounts)}" if mounts else "")
     return (
-        f"{what} not measured, so the times are rough, {then}. Assumed: {', '.join(rates_text)}. Run `{command}` to "
+        f"{subject} not measured, so the times are rough, {then}. Assumed: {', '.join(rates_text)}. Run `{command}` to "
         "measure them."
     )
 

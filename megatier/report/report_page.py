@@ -108,7 +108,7 @@ def _saved(run: RecordedRun) -> str:
     return note(f"None was written: {every}.")
 
 
-def _saved_table(saved: Sequence[Saved], what: str, folder: Path) -> str:
+def _saved_table(saved: Sequence[Saved], kind: str, folder: Path) -> str:
     """Return a table of the last ones, and what all of them took; empty if there are none."""
     if not saved:
         return ""
@@ -124,8 +124,8 @@ def _saved_table(saved: Sequence[Saved], what: str, folder: Path) -> str:
         rows.append((f"{save.step:,}", written, took, waited, still_there))
 
     paused_seconds = sum(save.paused_seconds for save in saved)
-    totals = f"{what}s written: {len(saved)}, for which training waited {format_seconds(paused_seconds)} in all."
+    totals = f"{kind}s written: {len(saved)}, for which training waited {format_seconds(paused_seconds)} in all."
     if len(saved) > len(rows):
         totals += f" The last {SAVED_SHOWN} are shown."
-    columns = (f"{what} of step", "written", "in", "training waited", "still there")
+    columns = (f"{kind} of step", "written", "in", "training waited", "still there")
     return table(columns, rows) + note(totals)

@@ -84,11 +84,11 @@ def numbers(record: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
     An evaluation has some of a step's names, which get "evaluation/" before them.
     """
-    own = record
+    training = record
     if "heldout_loss" in record:
-        own = {name: record[name] for name in OF_EVALUATIONS if name in record}
-        yield from _numbers({name: value for name, value in record.items() if name not in own}, "evaluation/")
-    yield from _numbers(own)
+        training = {name: record[name] for name in OF_EVALUATIONS if name in record}
+        yield from _numbers({name: value for name, value in record.items() if name not in training}, "evaluation/")
+    yield from _numbers(training)
 
 
 def _numbers(record: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -206,8 +206,8 @@ class Filling:
             done = first + piece.numel()
 
             # numpy copies in this thread. torch would start a team of threads for each worker.
-            own = values[first - start : done - start].numpy()
-            np.copyto(own, piece.numpy())
+            target = values[first - start : done - start].numpy()
+            np.copyto(target, piece.numpy())
         values[done - start :] = 0
         self._write(unit, kinds, elements, values)
 

@@ -36,8 +36,8 @@ def assemble(master: Tensor, elements: tuple[int, int], pieces: Iterator[Piece],
         if lower < upper:
             # Between two tensors there is padding, which is in no piece.
             numbers[done - start : lower - start] = 0
-            own = values[lower - first : upper - first].detach().to("cpu", torch.float32)
-            np.copyto(numbers[lower - start : upper - start], own.numpy())
+            part = values[lower - first : upper - first].detach().to("cpu", torch.float32)
+            np.copyto(numbers[lower - start : upper - start], part.numpy())
             done = upper
 
         # The rest of this piece, or all of it, belongs to the next run.

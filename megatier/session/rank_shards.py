@@ -81,12 +81,12 @@ class WholeMasters:
         """Return the requested elements that lie in this rank's shard, as pieces of the whole unit."""
         pieces = []
         layout = self._whole_units[unit].layout
-        for first, last, own in layout.shard_runs(self._ranks.rank, self._ranks.size):
+        for first, last, shard_start in layout.shard_runs(self._ranks.rank, self._ranks.size):
             lower = max(first, start)
             upper = min(last, stop)
             if lower < upper:
                 # A shard numbers its elements from its own start.
-                shift = own - first
+                shift = shard_start - first
                 values = self._read(self._shards[unit], lower + shift, upper + shift)
                 pieces.append((lower, values))
         return pieces

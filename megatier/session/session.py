@@ -330,7 +330,7 @@ def _open_store(
     local_size = machine.world.num_host_ranks
 
     # A host's RAM and drives are cut evenly among its ranks, because their shards are of equal size.
-    own = setup.budgets.of_rank(machine.world)
+    rank_budgets = setup.budgets.of_rank(machine.world)
     nvme = [f"{mount.directory}:{(mount.num_bytes or 0) // local_size}" for mount in machine.mounts]
     if ranks is not None:
         # Each rank has a directory of its own on every mount, which `leftovers` knows by this form of name.
@@ -351,8 +351,8 @@ def _open_store(
     device = str(machine.device)
     locked = setup.config.tiers.locked
     store = TieredStore.open(
-        gpu=own.gpu,
-        ram=own.ram,
+        gpu=rank_budgets.gpu,
+        ram=rank_budgets.ram,
         nvme=nvme,
         device=device,
         run_id=run_id,
@@ -362,7 +362,7 @@ def _open_store(
         locked=None if locked is None else locked // local_size,
     )
     opened.enter_context(store)
-    budgets = replace(own, nvme=store.usage(Tier.NVME)["budget"])
+    budgets = replace(rank_budgets, nvme=store.usage(Tier.NVME)["budget"])
     if ranks is not None:
         budgets = Budgets.least(ranks.all_gather_object(budgets))
     return store, budgets

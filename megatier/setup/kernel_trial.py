@@ -76,10 +76,12 @@ def try_attention(device: torch.device, kernel: str, head_size: int, dtype: torc
 
     # Eager attention consists of plain products, which every GPU has.
     other = SDPA if kernel == FLEX else "eager"
-    what = f"Attention by {kernel} with heads of {head_size} elements in {str(dtype).removeprefix('torch.')}"
+    kernel_text = f"Attention by {kernel} with heads of {head_size} elements in {str(dtype).removeprefix('torch.')}"
     inputs = [_numbers((1, 2, TOKENS, head_size), dtype, seed) for seed in range(3)]
     remedy = f"Set model.attention to {other}, or update torch and the driver."
-    _compare(with_flex if kernel == FLEX else with_sdpa, with_sdpa, inputs, device, ATTENTION_ERROR, what, remedy)
+    _compare(
+        with_flex if kernel == FLEX else with_sdpa, with_sdpa, inputs, device, ATTENTION_ERROR, kernel_text, remedy
+    )
 
 
 def try_fp8(device: torch.device) -> None:
@@ -122,7 +124,7 @@ def _compare(
     inputs: Sequence[Tensor],
     device: torch.device,
     error_max: float,
-    what: str,
+    kernel_text: str,
     remedy: str,
 ) -> None:
     """Compare result and gradients on a device with those in fp32 on the CPU."""
@@ -136,7 +138,7 @@ def _compare(
     except RuntimeError as error:
         # Further lines from CUDA are advice on debugging kernels.
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{what} was tried and failed on this GPU: {reason}. {remedy}") from error
+        raise ConfigError(f"{kernel_text} was tried and failed on this GPU: {reason}. {remedy}") from error
 
     for tensor, right in zip(computed, expected, strict=True):
         difference = float((tensor - right).norm() / right.norm())
@@ -144,7 +146,7 @@ def _compare(
         # NaN compares false, so it is refused too.
         if not difference <= error_max:
             raise ConfigError(
-                f"{what} was tried and gives wrong numbers on this GPU: they differ from those in fp32 by "
+                f"{kernel_text} was tried and gives wrong numbers on this GPU: they differ from those in fp32 by "
                 f"{difference:.0%}. {remedy}"
             )
 

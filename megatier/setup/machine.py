@@ -82,11 +82,11 @@ class Machine:
         all_ranks = ranks or SingleRank()
         with all_ranks.failing_together():
             ids = _read_host_ids(run_id, ranks)
-            own = (
+            rank_sizes = (
                 *choose_budgets(tiers, device),
                 *(budget_bytes(mount, left_bytes(mount.directory, ids)) for mount in tiers.mounts),
             )
-        gpu, ram, *sizes = map(min, zip(*all_ranks.all_gather_object(own), strict=True))
+        gpu, ram, *sizes = map(min, zip(*all_ranks.all_gather_object(rank_sizes), strict=True))
         directories = [mount.directory for mount in tiers.mounts]
         rates, assumed = rates_or_assumed(directories, device.type)
         if rates.unified_bytes is not None:

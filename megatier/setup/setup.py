@@ -86,23 +86,23 @@ class Setup:
         Raises:
             ConfigError, UnsupportedModelError: as for `of`.
         """
-        own = self.config
+        before = self.config
 
         # The skeleton is kept, because building one takes seconds. A change of what it is built from is a fault of the
         # caller, and not of the user.
         for name in OF_SKELETON:
-            assert getattr(own.model, name) == getattr(config.model, name), name
+            assert getattr(before.model, name) == getattr(config.model, name), name
         check_groups(config.train.groups, self.machine.world.num_ranks)
 
         # If a CPU takes bf16 products in fp32 the run is not compiled, so the dtype counts as well.
-        decided = (own.model.compile, own.model.compute_dtype)
+        decided = (before.model.compile, before.model.compute_dtype)
         if (config.model.compile, config.model.compute_dtype) != decided:
             config = config.changed({"model.compile": should_compile(config.model, self.machine)})
 
         units = self.units
 
         # Cutting units walks over all modules, and a search tries many configs.
-        if config.model.expert_parts != own.model.expert_parts:
+        if config.model.expert_parts != before.model.expert_parts:
             units = cut_units(self.model, config.model.expert_parts)
         return replace(
             self,

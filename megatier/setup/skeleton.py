@@ -184,8 +184,8 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
     check_counts(settings, where)
 
     # Code that comes with a model is never run (`trust_remote_code`).
-    what = f"{where}: transformers does not take this model config"
-    with reading(what, UnsupportedModelError, _describe_complaint, _suggest_key(settings)):
+    complaint = f"{where}: transformers does not take this model config"
+    with reading(complaint, UnsupportedModelError, _describe_complaint, _suggest_key(settings)):
         model_config: PretrainedConfig = (
             AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if folder is not None

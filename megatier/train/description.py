@@ -119,8 +119,8 @@ def describe_run(console: Console, config: RunConfig, session: Session, text: Te
     ):
         say(console, sentence)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
-        what = "sums of groups" if placement.sums_on_gpu else "gradients"
-        say(console, f"{what} of {count} units lie on NVMe, because RAM is too short for them")
+        gradients = "sums of groups" if placement.sums_on_gpu else "gradients"
+        say(console, f"{gradients} of {count} units lie on NVMe, because RAM is too short for them")
     if session.engine.options.device.type == "cpu":
         say(console, NO_GPU)
     print_placement(console, list_tier_states(session), placement.num_ranks)

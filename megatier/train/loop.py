@@ -216,8 +216,8 @@ class Loop:
         report, figures = self._reports.report_step(step, rate, groups, result, times, forecast)
         progress.update(report)
         if result.skipped is not None:
-            what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
-            progress.note(f"step {step} is skipped, so that no weight changes: {what} is not finite")
+            number = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
+            progress.note(f"step {step} is skipped, so that no weight changes: {number} is not finite")
         self._record(figures)
         self._correct_forecast(step, events, progress)
 

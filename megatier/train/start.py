@@ -176,13 +176,13 @@ class Start:
             CheckpointError, SavepointError, TransferError: the saved state is damaged, or a drive failed.
         """
         began = time.perf_counter()
-        what = "weights"
+        source = "weights"
         if self.savepoint is not None:
-            what = f"savepoint {self.savepoint.path.name}: weights and moments"
+            source = f"savepoint {self.savepoint.path.name}: weights and moments"
         elif self.checkpoint is not None:
             if not is_bound(self.checkpoint):
                 say(console, UNBOUND.format(self.checkpoint.name))
-            what = f"{self.checkpoint.name}: weights and moments"
+            source = f"{self.checkpoint.name}: weights and moments"
 
         # A checkpoint leaves out the frozen base of adapters, so the first weights are loaded below it.
         has_base = any(unit.layout.has_base for unit in session.own_units)
@@ -191,7 +191,7 @@ class Start:
 
         # The bar counts elements, and each of them is filled twice in that case.
         rounds = 2 if loads and self.checkpoint is not None else 1
-        with WorkBar(console, f"{what} of parameters", rounds * num_elements, format_count) as work:
+        with WorkBar(console, f"{source} of parameters", rounds * num_elements, format_count) as work:
 
             def advance(unit: Unit) -> None:
                 work.advance(unit.layout.num_elements)
@@ -207,7 +207,7 @@ class Start:
         if self.state is not None:
             session.engine.model.take_tiles(self.state.tiles)
         seconds = time.perf_counter() - began
-        say(console, f"{what} in place ({format_seconds(seconds)})")
+        say(console, f"{source} in place ({format_seconds(seconds)})")
 
 
 def _check_never_saved(directory: Path) -> None:

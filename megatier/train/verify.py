@@ -185,16 +185,16 @@ def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, 
     for mode in modes:
         # All ranks train alone at the same time, so each has a folder of its own. Groups are a numeric choice, so there
         # are as many in both kinds of runs.
-        own = directory / f"alone-{ranks.rank}"
-        own.mkdir(parents=True, exist_ok=True)
+        alone = directory / f"alone-{ranks.rank}"
+        alone.mkdir(parents=True, exist_ok=True)
         try:
             expected, _ = _run_placement(
-                device, own, PLACEMENTS["all in ram"], Activations.KEEP, mode, groups=ranks.size
+                device, alone, PLACEMENTS["all in ram"], Activations.KEEP, mode, groups=ranks.size
             )
         finally:
             # Empty by now, since a run removes its block files. Those that it could not remove stay, as its error says.
             with contextlib.suppress(OSError):
-                own.rmdir()
+                alone.rmdir()
         table.add_row("all in ram", "1", *_describe_mode(mode), "0.0 MB", expected[:DIGITS], "")
 
         for name, placement in RANK_PLACEMENTS.items():
@@ -344,8 +344,8 @@ def _add_state(digest: hashlib._Hash, session: Session) -> None:
         # Ranks pad their shards to equal size, and deal out matrices, so parameters come by their names.
         tensors = sorted(whole.layout.tensors, key=lambda tensor: tensor.name)
         for kind in unit.layout.schema.kinds:
-            own = session.read_plane(unit, kind, 0, unit.layout.num_elements)
-            plane = torch.cat(all_ranks.all_gather_object(own))
+            shard = session.read_plane(unit, kind, 0, unit.layout.num_elements)
+            plane = torch.cat(all_ranks.all_gather_object(shard))
             for tensor in tensors:
                 # As bytes, since numpy has no bf16.
                 elements = plane[tensor.start : tensor.stop]

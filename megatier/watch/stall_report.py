@@ -91,11 +91,11 @@ def describe_threads(left_out: Container[str]) -> Iterator[str]:
     Source lines are left out, because the source may lie on the drive that hangs.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    own = threading.get_ident()
+    this_thread = threading.get_ident()
     for number, frame in sys._current_frames().items():
         # Threads that C code has started have no name here.
         name = names.get(number, str(number))
-        if name in left_out or number == own:
+        if name in left_out or number == this_thread:
             continue
         yield f"thread {name}:"
         for caller, line in traceback.walk_stack(frame):
