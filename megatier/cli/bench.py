@@ -39,9 +39,9 @@ T = TypeVar("T")
 def run(argv: Sequence[str]) -> int:
     """Measure, print and keep; returns 0, or 1 if a figure is not to be believed."""
     options = _parser().parse_args(argv)
-    mounts = _mounts(options.nvme, _parsed("--size", parse_bytes, options.size))
-    sustained = _parsed("--sustained", parse_bytes, options.sustained)
-    threads = _parsed("--threads", _threads, options.threads) if options.threads else default_threads()
+    mounts = _mounts(options.nvme, _parse_option("--size", parse_bytes, options.size))
+    sustained = _parse_option("--sustained", parse_bytes, options.sustained)
+    threads = _parse_option("--threads", _threads, options.threads) if options.threads else default_threads()
     if not 0 < options.seconds < float("inf"):
         raise ConfigError(f"--seconds is {options.seconds:g}; give a number above 0.")
     # Measuring takes minutes, so whatever could fail after it is looked at before.
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
         console = Console(quiet=options.json or all_ranks.rank > 0)
 
         # The first rank measures the host, and keeps all figures. The others wait meanwhile.
-        host = all_ranks.broadcast(lambda: _measured(options, mounts, sustained, threads, device, console))
+        host = all_ranks.broadcast(lambda: _measure_host(options, mounts, sustained, threads, device, console))
         between = None
         if ranks is not None:
             with console.status("measuring links between ranks"):
@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
         return all_ranks.broadcast(lambda: _end(options, device, console, *host, between))
 
 
-def _measured(
+def _measure_host(
     options: argparse.Namespace,
     mounts: Sequence[MountBudget],
     sustained: int,
@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parsed(name: str, parse: Callable[[str], T], text: str) -> T:
+def _parse_option(name: str, parse: Callable[[str], T], text: str) -> T:
     """Return the value of an option; an error names the option."""
     try:
         return parse(text)

@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     if options.overwrite and exist and options.output.samefile(options.file):
         raise ConfigError(f"{options.output} is the file that is converted. Name another --output CONFIG.yaml.")
     conversion = convert(options.file)
-    sections, names, needed = _checked(conversion, overrides)
+    sections, names, needed = _check_settings(conversion, overrides)
 
     # The name comes from outside, and a line break in it would end the comment.
     head = [f"From {conversion.trainer}'s {printable(options.file.name)}, by `megatier convert`."]
@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _checked(
+def _check_settings(
     conversion: Conversion, overrides: Sequence[str]
 ) -> tuple[Mapping[str, Mapping[str, Any]], frozenset[str], Sequence[str]]:
     """Check the settings that were made, with overrides laid over them.

@@ -55,8 +55,8 @@ def run(argv: Sequence[str]) -> int:
         # A run with such texts would be refused, whatever fits.
         check_paths(loaded, partial(say, console))
     say(console, f"{options.config}: loading PyTorch and transformers")
-    with _nothing_collected():
-        planned = _planned(loaded, given, world, elsewhere, searches=options.search)
+    with _pausing_collector():
+        planned = _make_plan(loaded, given, world, elsewhere, searches=options.search)
     for remark in list_remarks(loaded.changed(planned.chosen)):
         say(console, remark)
 
@@ -197,7 +197,7 @@ class Planned:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
+def _pausing_collector() -> Iterator[None]:
     """Switch the garbage collector off: while libraries load, it takes a sixth of a plan's time and finds nothing."""
     was_on = gc.isenabled()
     gc.disable()
@@ -208,7 +208,7 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _planned(
+def _make_plan(
     loaded: RunConfig, given: frozenset[str], world: World, elsewhere: tuple[Rates, Budgets] | None, *, searches: bool
 ) -> Planned:
     """Return the plan of a run.

@@ -138,7 +138,7 @@ def draw(
     for mark in marks:
         style = f"tone{mark.tone} dashed"
         entries.append((style, mark.name))
-        parts.append(_marked(mark, axes, style))
+        parts.append(_draw_mark(mark, axes, style))
 
     # The pointers are above all else, since SVG gives a pointer what was drawn last.
     parts += _pointers(lines, axes)
@@ -150,7 +150,7 @@ def draw(
     return "\n".join(rows)
 
 
-def _marked(mark: Mark, axes: _Axes, style: str) -> str:
+def _draw_mark(mark: Mark, axes: _Axes, style: str) -> str:
     """Return the upright lines of a mark, as far as they are within the axes."""
     # Marks on one pixel are one line, so that thousands of them stay a small page.
     places: set[int] = set()

@@ -164,7 +164,7 @@ class History:
 
         if record.get("run") == "begins":
             expected = record["expected"]
-            plan = None if expected is None else _expected(expected)
+            plan = None if expected is None else _read_expected(expected)
             self.openings.append(_read(RunStart, record, step=step, expected=plan))
             self.outcome = ""
             self.why = ""
@@ -186,9 +186,9 @@ class History:
         elif "correction" in record:
             self.corrections.append(_read(Corrected, record["correction"], step=step))
         elif "checkpoint_bytes" in record:
-            self.checkpoints.append(_saved(step, record, "checkpoint"))
+            self.checkpoints.append(_read_saved(step, record, "checkpoint"))
         elif "savepoint_bytes" in record:
-            self.savepoints.append(_saved(step, record, "savepoint"))
+            self.savepoints.append(_read_saved(step, record, "savepoint"))
 
     def _add_step(self, step: int, record: Record) -> None:
         """Take the record of a step, which has sums since its process began, so that a lost record loses no bytes."""
@@ -287,7 +287,7 @@ def _types(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _expected(record: Record) -> Expected:
+def _read_expected(record: Record) -> Expected:
     # The page divides by it.
     seconds = _figure(record["seconds"])
     if not seconds:
@@ -299,7 +299,7 @@ def _expected(record: Record) -> Expected:
     return _read(Expected, record, seconds_range=(low, high))
 
 
-def _saved(step: int, record: Record, kind: str) -> Saved:
+def _read_saved(step: int, record: Record, kind: str) -> Saved:
     num_bytes = _figure(record[f"{kind}_bytes"])
     seconds = _figure(record[f"{kind}_seconds"])
 

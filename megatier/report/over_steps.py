@@ -175,7 +175,7 @@ def draw_stalls(run: RecordedRun) -> str:
         of_step = [step.stall_seconds.get(cause, 0.0) for step in run.steady]
         longest = max(longest, *of_step)
         rows.append(_time_row(cause, totals[cause], seconds, max(of_step)))
-    rows += _unstalled(run, seconds)
+    rows += _list_unstalled(run, seconds)
 
     # One unit for all causes, so that their lines can be compared.
     unit, scale = ("s", 1.0) if longest >= 1 else ("ms", 1e-3)
@@ -197,7 +197,7 @@ def _host(run: RecordedRun) -> str:
     return f" The host worked for {a_step} a step (median). The table has what compute did not hide of it."
 
 
-def _unstalled(run: RecordedRun, seconds: float) -> Iterator[tuple[str, str, str, str]]:
+def _list_unstalled(run: RecordedRun, seconds: float) -> Iterator[tuple[str, str, str, str]]:
     """Yield the rest of compute's time, so that the table adds up to all of it, if that is on file."""
     besides = {
         "nothing: compute was busy": [step.compute_seconds for step in run.steady],

@@ -203,7 +203,7 @@ def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str],
     for label, colour in colours.items():
         if label not in spans_of:
             continue
-        merged = _merged(spans_of[label], GAP_MIN)
+        merged = _merge_spans(spans_of[label], GAP_MIN)
         lines = [f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in merged]
         path = "".join(lines)
         yield f'<path d="{path}" stroke="{colour}" stroke-width="{BAR}"/>'
@@ -336,7 +336,7 @@ def _window(events: Iterable[TraceEvent]) -> tuple[int, int]:
     return min(starts_ns, default=0), max(ends_ns, default=0)
 
 
-def _merged(spans: Iterable[Point], gap: float) -> list[Point]:
+def _merge_spans(spans: Iterable[Point], gap: float) -> list[Point]:
     """Return the union of (start, end) spans, in order; those less than a gap apart become one."""
     merged: list[Point] = []
     for start, end in sorted(spans):

@@ -39,29 +39,29 @@ def make_plan_table(run: RecordedRun) -> str:
             f"{planned_gb:.3g}, make it {format_seconds(correction.seconds)} a step; attainments after it are of that."
         )
     columns = ("", "planned", "measured", "measured to planned")
-    return table(columns, _planned(run, expected)) + note(meaning)
+    return table(columns, _list_planned(run, expected)) + note(meaning)
 
 
-def _planned(run: RecordedRun, expected: Expected) -> Iterator[tuple[str, str, str, str]]:
+def _list_planned(run: RecordedRun, expected: Expected) -> Iterator[tuple[str, str, str, str]]:
     """Yield the rows of that table: the step, its lanes, and what its queues move."""
     seconds = median(step.seconds for step in run.steady)
-    yield _compared("a step", expected.seconds, seconds, format_seconds)
+    yield _compare("a step", expected.seconds, seconds, format_seconds)
 
     # The host's work is in the forecast, and no trace measures it. Lanes with no work have no ratio.
     for lane in in_row_order(expected.busy_seconds.keys() - {"host"}):
         if busy := expected.busy_seconds[lane]:
             of_lane = amount_of(lambda step: step.busy_seconds, lane)
             measured = median(map(of_lane, run.steady))
-            yield _compared(f"{lane} busy", busy, measured, format_seconds)
+            yield _compare(f"{lane} busy", busy, measured, format_seconds)
 
     for queue in QUEUES:
         if moved := expected.moved_bytes.get(queue):
             of_queue = amount_of(lambda step: step.moved_bytes, queue)
             measured = median(map(of_queue, run.steady))
-            yield _compared(f"{queue} moves", moved, measured, format_bytes)
+            yield _compare(f"{queue} moves", moved, measured, format_bytes)
 
 
-def _compared(name: str, planned: float, measured: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:
+def _compare(name: str, planned: float, measured: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:
     """Return a row of the table: planned, measured, and by how much the two differ."""
     # Where nothing is planned there is no share.
     more = f"{measured / planned - 1:+.1%}" if planned else "-"

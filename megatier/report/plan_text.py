@@ -96,7 +96,7 @@ def write_sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
     if steps is not None:
         seconds = format_seconds(plan.forecast.seconds * steps)
         yield f"The {steps:,} steps of the run take {seconds}, besides its start, compiling and saves."
-    yield from _compiling(plan)
+    yield from _describe_compiling(plan)
     yield f"Attention is computed by {plan.attention} (model.attention)."
     yield from _gpu_memory(plan)
     yield from _lent(plan)
@@ -170,7 +170,7 @@ def _lent(plan: Plan) -> Iterator[str]:
     )
 
 
-def _compiling(plan: Plan) -> Iterator[str]:
+def _describe_compiling(plan: Plan) -> Iterator[str]:
     """Yield a sentence about what the first step takes in addition, if that is anything."""
     fresh, kept = map(format_seconds, plan.compile_seconds)
     if plan.compile_seconds[0]:
@@ -179,7 +179,7 @@ def _compiling(plan: Plan) -> Iterator[str]:
 
 def _saves(plan: Plan, taken: str) -> Iterator[str]:
     """Yield sentences about what the run saves, and the room that it takes."""
-    yield f"A checkpoint takes {format_bytes(plan.space.checkpoint_bytes)}{_writing(plan)}."
+    yield f"A checkpoint takes {format_bytes(plan.space.checkpoint_bytes)}{_describe_writing(plan)}."
     if taken:
         yield taken
 
@@ -283,7 +283,7 @@ def _spilled_gradients(count: int, plan: Plan) -> str:
     )
 
 
-def _writing(plan: Plan) -> str:
+def _describe_writing(plan: Plan) -> str:
     """Return how long a checkpoint takes, in words; empty if no drive is known."""
     if plan.checkpoint_seconds is None or plan.checkpoint_pause_seconds is None:
         return ""

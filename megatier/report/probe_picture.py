@@ -73,7 +73,7 @@ def draw(drives: Sequence[DriveFigures], links: LinkFigures, title: str) -> str:
     rows_of = [_drive_bars(drive) for drive in drives]
     fastest = max((row.value for rows in rows_of for row in rows), default=0.0)
     for drive, rows in zip(drives, rows_of, strict=True):
-        parts += _section(_heading(drive), columns, rows, drive.flags, y, fastest)
+        parts += _section(_write_heading(drive), columns, rows, drive.flags, y, fastest)
         y += _section_height(len(rows), drive.flags)
         if len(drive.sustained_bytes_per_s) >= STEP_MIN:
             parts += _curve(drive, y)
@@ -90,7 +90,7 @@ def draw(drives: Sequence[DriveFigures], links: LinkFigures, title: str) -> str:
     return page(y - 20, title, parts)
 
 
-def _heading(drive: DriveFigures) -> str:
+def _write_heading(drive: DriveFigures) -> str:
     access = "O_DIRECT" if drive.is_direct else "page cache"
     return (
         f"{drive.directory}: {drive.device}, {drive.file_system}, {access}, blocks of {format_bytes(drive.block_bytes)}"
@@ -117,7 +117,7 @@ def _drive_bars(drive: DriveFigures) -> list[Bar]:
 def _copy_bars(links: LinkFigures) -> list[Bar]:
     # The rates of each GPU are those to it and those to RAM, in turn.
     colours = itertools.cycle((TO_GPU_COLOUR, TO_RAM_COLOUR))
-    return [_compared(*rates, colour) for rates, colour in zip(links.copy_rates, colours, strict=False)]
+    return [_draw_comparison(*rates, colour) for rates, colour in zip(links.copy_rates, colours, strict=False)]
 
 
 def _update_bars(links: LinkFigures) -> list[Bar]:
@@ -126,11 +126,11 @@ def _update_bars(links: LinkFigures) -> list[Bar]:
         name = f"{update.threads} thread"
         if update.threads > 1:
             name += "s"
-        bars.append(_compared(name, update.parameters_per_s, update.shared_parameters_per_s, UPDATE_COLOUR))
+        bars.append(_draw_comparison(name, update.parameters_per_s, update.shared_parameters_per_s, UPDATE_COLOUR))
     return bars
 
 
-def _compared(name: str, alone: float, shared: float, colour: str) -> Bar:
+def _draw_comparison(name: str, alone: float, shared: float, colour: str) -> Bar:
     return Bar(
         name=name,
         value=alone / 1e9,

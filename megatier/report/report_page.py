@@ -66,7 +66,7 @@ def _sections(run: RecordedRun) -> Iterator[str]:
     yield section("Ranks", make_rank_tables(run))
     yield section("A step", _timeline(run))
     yield section("What lies where", _placement(run))
-    yield section("Checkpoints and savepoints", _saved(run))
+    yield section("Checkpoints and savepoints", _draw_saves(run))
     yield section("Settings", details(f"all settings, as in {CONFIG_FILE}", settings))
 
 
@@ -95,7 +95,7 @@ def _placement(run: RecordedRun) -> str:
     return placement_map.draw(opening) + note(" ".join(remarks))
 
 
-def _saved(run: RecordedRun) -> str:
+def _draw_saves(run: RecordedRun) -> str:
     """Return tables of checkpoints and savepoints."""
     history = run.history
     checkpoint = _saved_table(history.checkpoints, "checkpoint", run.directory / CHECKPOINT_FOLDER)
