@@ -214,13 +214,13 @@ class CheckpointWriter:
         """Write the metadata and rename the folder once all ranks have written, or remove the folder after an error."""
         # The outer region contains the rename, so that all ranks fail if it does. The inner region stops all ranks
         # before the rename if one of them has failed.
-        with self._all_ranks.failing_together(), self._becoming():
+        with self._all_ranks.failing_together(), self._renaming_at_end():
             with self._all_ranks.failing_together():
                 chunks = self._end_writing(last)
 
             written = self._all_ranks.all_gather_object(chunks)
             if self._leads:
-                checksums = _joined(written)
+                checksums = _join_checksums(written)
                 _write_metadata(self._partial, self._session.whole_units, self.step, self._state, checksums)
 
         # Until this checkpoint is whole the run may need an older one, so those are removed last.
@@ -229,7 +229,7 @@ class CheckpointWriter:
                 prune(self._folder, self._num_kept, self._best_step)
         self.seconds = time.perf_counter() - self._began
 
-    def _becoming(self) -> AbstractContextManager[None]:
+    def _renaming_at_end(self) -> AbstractContextManager[None]:
         """Return a context that renames the folder at its end, on the first rank."""
         if not self._leads:
             return nullcontext()
@@ -255,7 +255,7 @@ class CheckpointWriter:
         return checksums
 
 
-def _joined(written: Sequence[Mapping[str, Mapping[int, int]]]) -> dict[str, list[int]]:
+def _join_checksums(written: Sequence[Mapping[str, Mapping[int, int]]]) -> dict[str, list[int]]:
     """Return the checksums of each array in the order of its chunks, joined from all ranks."""
     arrays: dict[str, dict[int, int]] = {}
     for chunks in written:

@@ -143,7 +143,7 @@ class ChunkFiles:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             staged.files.append(create(path))
         except OSError as error:
-            raise _failed("creating", path, 0, error.errno) from error
+            raise _make_transfer_error("creating", path, 0, error.errno) from error
 
         # O_DIRECT takes whole pages alone, so the last one is written whole. `_finish_write` cuts the file.
         self._flying.append(staged)
@@ -329,7 +329,7 @@ class ChunkFiles:
         except TransferError:
             raise
         except OSError as error:
-            raise _failed("writing", staged.path, 0, error.errno) from error
+            raise _make_transfer_error("writing", staged.path, 0, error.errno) from error
         finally:
             staged.close()
 
@@ -375,8 +375,8 @@ def _check(staged: Staged, action: str) -> None:
     if error is not None:
         assert staged.path is not None
         _, code, _, offset, *_ = error
-        raise _failed(action, staged.path, offset, code)
+        raise _make_transfer_error(action, staged.path, offset, code)
 
 
-def _failed(action: str, path: Path, offset: int, code: int | None) -> TransferError:
+def _make_transfer_error(action: str, path: Path, offset: int, code: int | None) -> TransferError:
     return TransferError(f"{action} a checkpoint", "disk", str(path), offset, code or 0)

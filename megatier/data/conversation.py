@@ -178,7 +178,7 @@ class Turns:
             )
         if self.images is not None:
             return {"role": role, "content": parts_of(content, place), **rest}
-        said = _text(_joined(content, place), self.content, place)
+        said = _text(_join_parts(content, place), self.content, place)
         return {"role": role, "content": said, **rest}
 
 
@@ -342,7 +342,7 @@ def _with_images(
     return replace(conversation, messages=messages, images=images)
 
 
-def _joined(content: object, place: str) -> object:
+def _join_parts(content: object, place: str) -> object:
     """Return the texts of a list of parts, such as `[{"type": "text", "text": "..."}]`, as one; else the content.
 
     Raises:

@@ -69,7 +69,7 @@ def rows(config: DataConfig, split: str, dataset: Any) -> Iterator[tuple[str, di
         DataError: a file is damaged, or the network failed for good.
     """
     kind = _library(config).exceptions.DatasetsError
-    with _named(config, "cannot be read any further", kind):
+    with _naming_dataset(config, "cannot be read any further", kind):
         # Errors of whoever takes the rows do not pass through here: a generator sees its own alone.
         for number, row in enumerate(dataset, start=1):
             place = f"{config.dataset} ({split}), row {number}"
@@ -95,12 +95,12 @@ def _library(config: DataConfig) -> Any:  # noqa: ANN401
 def _opening(config: DataConfig) -> Iterator[Any]:
     """Give the library, whose errors mean that the dataset cannot be loaded."""
     datasets = _library(config)
-    with _named(config, "cannot be loaded", datasets.exceptions.DatasetsError):
+    with _naming_dataset(config, "cannot be loaded", datasets.exceptions.DatasetsError):
         yield datasets
 
 
 @contextmanager
-def _named(config: DataConfig, failure: str, kind: type[Exception]) -> Iterator[None]:
+def _naming_dataset(config: DataConfig, failure: str, kind: type[Exception]) -> Iterator[None]:
     """Turn errors into one with the dataset's name and a remedy."""
     try:
         yield

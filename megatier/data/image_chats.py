@@ -224,12 +224,12 @@ class ImageChats:
     def _columns(self, packs: Sequence[Pack]) -> Group:
         """Return the arguments of the model for the sequences of a group."""
         if self._positions is None:
-            return self._padded([row for pack in packs for row in pack], self.sequence_length)
+            return self._pad_rows([row for pack in packs for row in pack], self.sequence_length)
 
         # Each conversation is processed alone, so that its pixels and positions do not depend on the others.
         apart = []
         for pack in packs:
-            alone = [self._padded([row], row.num_tokens) for row in pack]
+            alone = [self._pad_rows([row], row.num_tokens) for row in pack]
             for columns in alone:
                 columns["labels"] = without_first(columns["labels"])
             apart.append(alone)
@@ -238,7 +238,7 @@ class ImageChats:
         assert isinstance(pad_token, int), "a processor without one is refused"
         return join_rows(apart, self.sequence_length, pad_token, self._positions)
 
-    def _padded(self, rows: Sequence[ImageRow], length: int) -> Group:
+    def _pad_rows(self, rows: Sequence[ImageRow], length: int) -> Group:
         """Return the arguments of the model for conversations, each in a row of `length` tokens."""
         images = []
         for row in rows:

@@ -94,7 +94,7 @@ class Packer:
         # A text is not packed, so the conversations before it have to be packed now.
         yield from self._pack_window(carries_over=False)
         first = FIRST_MARK
-        for piece in self._marked(document):
+        for piece in self._mark_tokens(document):
             if len(piece):
                 piece[0] |= first
                 first = 0
@@ -170,7 +170,7 @@ class Packer:
             yield np.full(self._left, fill)
         self._left = self._row
 
-    def _marked(self, document: str | Conversation) -> Iterator[NDArray[np.int64]]:
+    def _mark_tokens(self, document: str | Conversation) -> Iterator[NDArray[np.int64]]:
         """Yield the tokens of a document with their marks, in pieces."""
         if isinstance(document, Conversation):
             yield from self._tokenise_chats([document])

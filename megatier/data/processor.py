@@ -97,14 +97,14 @@ class Processor:
             )
 
         # The model would look for an image at each of these, and find one too few.
-        of_images = _touched(spans, [image["new_span"] for image in replaced])
+        of_images = _find_touched(spans, [image["new_span"] for image in replaced])
         if (np.isin(ids, self._image_ids) & ~of_images).any():
             raise DataError(
                 f"{conversation.place}: a text spells a token that stands for an image or a video. Write it otherwise, "
                 "or leave the record out."
             )
 
-        learnt = mask_ranges(spans, _moved(ranges, replaced)) & ~of_images
+        learnt = mask_ranges(spans, _move_ranges(ranges, replaced)) & ~of_images
         if not learnt.any():
             raise DataError(f"{conversation.place}: {UNLEARNT}")
         return text, ids, learnt, len(encoding.get(PIXELS, ()))
@@ -201,7 +201,7 @@ def _image_ids(processor: ProcessorMixin) -> list[int | None]:
     return [*(getattr(processor, name, None) for name in names), *getattr(processor, "image_token_ids", ())]
 
 
-def _touched(spans: NDArray[np.int64], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+def _find_touched(spans: NDArray[np.int64], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
     """Return which tokens have a character in one of some ranges, given the characters of each."""
     begins, ends = spans.T
     is_touched = np.zeros(len(spans), np.bool_)
@@ -230,7 +230,7 @@ def checksum_of(ids: Sequence[int] | NDArray[np.int64]) -> int:
     return zlib.crc32(np.asarray(ids, "<i8").tobytes())
 
 
-def _moved(ranges: Sequence[tuple[int, int]], replaced: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+def _move_ranges(ranges: Sequence[tuple[int, int]], replaced: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
     """Return ranges of characters where they are after the places of images were replaced by longer texts."""
     ends = []
     gained = [0]

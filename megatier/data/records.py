@@ -175,7 +175,7 @@ def read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 place = f"{path}, line {number}"
-                yield place, _parsed(line, place)
+                yield place, _parse_line(line, place)
         return
 
     records = document if isinstance(document, list) else [document]
@@ -198,10 +198,10 @@ def _read_lines(path: Path, file_format: Format) -> Iterator[tuple[str, Any]]:
             # Elsewhere than at the beginning it is a character of a text.
             if number == 1:
                 text = text.removeprefix(BOM)
-            yield place, _parsed(text, place)
+            yield place, _parse_line(text, place)
 
 
-def _parsed(line: str, place: str) -> Any:  # noqa: ANN401 - JSON holds anything
+def _parse_line(line: str, place: str) -> Any:  # noqa: ANN401 - JSON holds anything
     """Return the JSON of a line, or the error of one that is none."""
     try:
         return json.loads(line, object_pairs_hook=unique_keys)

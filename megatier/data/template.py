@@ -77,12 +77,12 @@ def tokenise_chats(
 
         num_characters += len(batch[-1].text)
         if num_characters >= BATCH_CHARACTERS:
-            yield from _tokenised(batch, tokenizer, bad, unknown)
+            yield from _tokenise_rendered(batch, tokenizer, bad, unknown)
             batch = []
             num_characters = 0
 
     if batch:
-        yield from _tokenised(batch, tokenizer, bad, unknown)
+        yield from _tokenise_rendered(batch, tokenizer, bad, unknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class _Rendered:
     """The assistant's turns."""
 
 
-def _tokenised(
+def _tokenise_rendered(
     batch: Sequence[_Rendered], tokenizer: PreTrainedTokenizerBase, bad: BadRecords, unknown: UnknownTokens
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
     """Tokenise several conversations at once.

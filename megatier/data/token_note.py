@@ -101,7 +101,7 @@ def _read_contents(directory: Path, settings: str, names: Sequence[str]) -> tupl
         _write_note(directory, settings, names, contents)
         return contents, None
 
-    note = _parsed(text)
+    note = _parse_note(text)
     if note is None:
         return None, str(directory / TOKENS_NOTE_FILE)
     # Files of other settings are not damaged, so they are made again without a message.
@@ -146,7 +146,7 @@ def _read(path: Path) -> bytes:
         raise _unreadable(path, error) from error
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
+def _parse_note(text: bytes) -> dict[str, Any] | None:
     """Return the note; None if it is damaged."""
     try:
         # Taken out, since it is of all the rest.

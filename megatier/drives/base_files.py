@@ -47,7 +47,7 @@ class BaseFiles:
         for path, version in versions.items():
             if path not in self._files:
                 # Noted as it is when it is opened, so that a later write is seen.
-                file = self._opened(path)
+                file = self._open_file(path)
                 self._files[path] = file
                 self._versions[path] = FileVersion.of(file)
 
@@ -101,7 +101,7 @@ class BaseFiles:
         # Forgotten, so that a second call closes no descriptor that somebody else has got meanwhile.
         self._files = {}
 
-    def _opened(self, path: Path) -> int:
+    def _open_file(self, path: Path) -> int:
         """Open a file, without O_DIRECT where its file system refuses that."""
         flags = os.O_RDONLY | os.O_CLOEXEC
         direct = os.O_DIRECT if self._direct else 0

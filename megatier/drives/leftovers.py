@@ -76,7 +76,7 @@ def find_leftovers(mount: Path, *, remove: bool = False, run_id: str = "") -> It
     for path in sorted(paths):
         # A whole part of the name: an id may begin as another one does.
         if not run_id or run_id in path.name.split("-"):
-            yield _examined(path, remove)
+            yield _examine(path, remove)
 
 
 def left_bytes(mount: Path, run_ids: Iterable[str]) -> int:
@@ -88,27 +88,27 @@ def left_bytes(mount: Path, run_ids: Iterable[str]) -> int:
         mount: a directory as in `tiers.nvme`.
         run_ids: names the directories, of which each rank has its own.
     """
-    leftovers = [_examined(directory_of(mount, run_id), remove=False) for run_id in run_ids]
+    leftovers = [_examine(directory_of(mount, run_id), remove=False) for run_id in run_ids]
     return sum(left.num_bytes for left in leftovers if not left.stays and not left.has_savepoint)
 
 
 def is_abandoned(directory: Path) -> bool:
     """Return whether a process that held the lock in a directory is gone and has not removed it."""
-    with contextlib.suppress(OSError), _opened(directory) as folder, _locked(folder) as is_free:
+    with contextlib.suppress(OSError), _opening(directory) as folder, _locking(folder) as is_free:
         return is_free
     return False
 
 
-def _examined(path: Path, remove: bool) -> Leftover:
+def _examine(path: Path, remove: bool) -> Leftover:
     """Look at one directory, as far as this user may, and remove it if that is asked for and allowed."""
     try:
-        with _opened(path) as folder:
+        with _opening(path) as folder:
             # The open directory is asked, and not the one of that name, which may be another one a moment later.
             if os.fstat(folder).st_uid != os.geteuid():
                 return Leftover(path=path, stays="it is another user's")
             if not is_ours_alone(os.fstat(folder)):
                 return Leftover(path=path, stays="other users may open it")
-            with _locked(folder, shares=not remove) as is_free:
+            with _locking(folder, shares=not remove) as is_free:
                 if not is_free:
                     return Leftover(path=path, stays="a run uses it")
                 return _examined_under_lock(path, folder, remove)
@@ -170,7 +170,7 @@ def _remove(path: Path, folder: int) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _opening(path: Path) -> Iterator[int]:
     """Open a directory. A link to one is refused."""
     folder = os.open(path, FOLDER_FLAGS | os.O_NOFOLLOW)
     try:
@@ -180,7 +180,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _locked(folder: int, *, shares: bool = False) -> Iterator[bool]:
+def _locking(folder: int, *, shares: bool = False) -> Iterator[bool]:
     """Try to take the lock in an open directory. Yield whether it was free.
 
     Args:

@@ -157,7 +157,7 @@ class Filling:
             # This runs before the pools are closed, since closing waits for their threads.
             self._is_left = False
             stack.callback(self._leave)
-            for unit in _mixed(units, spilled):
+            for unit in _mix_units(units, spilled):
                 spills = unit.name in spilled
 
                 # This waits for the oldest unit of the pool, whose threads have the tasks of the next one meanwhile.
@@ -260,7 +260,7 @@ class Filling:
         return kept[:size]
 
 
-def _mixed(units: Sequence[Unit], spilled: Collection[str]) -> list[Unit]:
+def _mix_units(units: Sequence[Unit], spilled: Collection[str]) -> list[Unit]:
     """Return the units in an order that spreads those on NVMe evenly, so that drives always have work."""
     groups = (
         [unit for unit in units if unit.name in spilled],

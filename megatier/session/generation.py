@@ -43,11 +43,11 @@ def hold_in_generation(session: Session, limit_bytes: int | None) -> HeldWeights
     """
     held = HeldWeights(session, limit_bytes)
     if isinstance(session.model, GenerationMixin):
-        vars(session.model)["generate"] = _generating(session, held, session.model.generate)
+        vars(session.model)["generate"] = _wrap_generate(session, held, session.model.generate)
     return held
 
 
-def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_generate(session: Session, held: HeldWeights, generate: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a model's `generate`."""
     # The first rank alone logs it, and only once.
     is_told = session.ranks is not None and session.ranks.rank > 0

@@ -384,7 +384,7 @@ def _check_plain(units: Sequence[Unit]) -> None:
         for tensor in unit.layout.tensors:
             # Codes travel as elements that stand for several parameters, and scales as elements that stand for none.
             if tensor.stands_for != 1:
-                raise _not_merged(tensor.name, "it is quantised")
+                raise _make_merge_error(tensor.name, "it is quantised")
 
 
 def _check_can_merge(units: Sequence[Unit], merger: LayerMerger) -> None:
@@ -401,10 +401,10 @@ def _check_can_merge(units: Sequence[Unit], merger: LayerMerger) -> None:
     for name, plain in merger.names.items():
         for part in merger.parts(plain):
             if unit_of[part] != unit_of[name]:
-                raise _not_merged(name, "a part of its adapter is in another unit")
+                raise _make_merge_error(name, "a part of its adapter is in another unit")
 
 
-def _not_merged(name: str, why: str) -> UnsupportedModelError:
+def _make_merge_error(name: str, why: str) -> UnsupportedModelError:
     """Make the error of a parameter with which no adapter can be merged."""
     return UnsupportedModelError(
         f"{name} cannot be merged with its adapter while it streams: {why}. Give the engine the adapter alone, as "

@@ -371,5 +371,5 @@ def caught_interrupts() -> Iterator[None]:
 
 
 def test_checksums_of_several_ranks_are_joined_in_the_order_of_chunks() -> None:
-    found = checkpoint_writer._joined([{"params/a": {2: 20, 0: 0}}, {"params/a": {1: 10}, "params/b": {0: 5}}])
+    found = checkpoint_writer._join_checksums([{"params/a": {2: 20, 0: 0}}, {"params/a": {1: 10}, "params/b": {0: 5}}])
     assert found == {"params/a": [0, 10, 20], "params/b": [5]}
