@@ -117,7 +117,7 @@ class StepJobs:
         self._uses = []
         self._arrivals = {}
         last_uses = timeline.last_uses()
-        offloaded = self._offloaded(timeline)
+        offloaded = self._find_offloaded(timeline)
 
         # Units that the last backward updated are not updated again.
         self._updates = self._speculated
@@ -142,7 +142,7 @@ class StepJobs:
                 self._hand_over(spec, access.group, use, before)
 
         self._add_items(items, len(timeline.accesses))
-        awaited = self._uses[-1], *self._sums, *self._awaited()
+        awaited = self._uses[-1], *self._sums, *self._list_awaited()
         self._last_end = self._list.add("host", "step", HOST_SECONDS, *awaited)
         return self._last_end
 
@@ -164,7 +164,7 @@ class StepJobs:
         seconds = self._compute_seconds.get((unit, access.phase), 0.0)
         return self._list.add("compute", name, seconds, *needs)
 
-    def _offloaded(self, timeline: Timeline) -> set[tuple[str, int]]:
+    def _find_offloaded(self, timeline: Timeline) -> set[tuple[str, int]]:
         """Return the units and groups with an activation to offload.
 
         The last unit of a backward has none, because its input needs no gradient.
@@ -445,6 +445,6 @@ class StepJobs:
         if gradient.update is not None:
             self._update(gradient.update)
 
-    def _awaited(self) -> Iterable[int | None]:
+    def _list_awaited(self) -> Iterable[int | None]:
         """Return what else the end of a step waits for: its updates, if they run in its backward."""
         return () if self._policy.deferred else self._updates.values()

@@ -112,6 +112,6 @@ class RankJobs(StepJobs):
         """Return the job that empties a GPU slot for a group's whole gradient; None: a slot is free."""
         return self._scatters[0] if len(self._scatters) == SLOTS_MIN else None
 
-    def _awaited(self) -> Iterable[int | None]:
+    def _list_awaited(self) -> Iterable[int | None]:
         """Return what else the end of a step waits for: the last gradient, without which the norm is not known."""
         return (self._last,)

@@ -82,7 +82,7 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
         # Run until the first job ends. The same lanes often run together, and then have the same speeds.
         together = frozenset(left)
         if together not in speeds:
-            speeds[together] = _shared(together, lanes)
+            speeds[together] = _share_lanes(together, lanes)
         speed = speeds[together]
         step = min([seconds / speed[name] for name, seconds in left.items()])
         now += step
@@ -155,7 +155,7 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
     return ends[-1] if ends else 0.0
 
 
-def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, float]:
+def _share_lanes(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, float]:
     """Return the speeds of lanes that run at once, as shares of their own rates."""
     # Sums of floats depend on their order, and the order of a set differs from process to process.
     speeds = dict.fromkeys(sorted(together), 0.0)

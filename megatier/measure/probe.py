@@ -56,7 +56,7 @@ def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
     rates = [drive.rates for drive in drives]
     gpus = hardware.gpus()
     return Rates(
-        drives=_shared(rates, [mount_facts(Path(drive.directory)) for drive in rates]),
+        drives=_share_drives(rates, [mount_facts(Path(drive.directory)) for drive in rates]),
         to_gpu_bytes_per_s=copies.to_gpu_bytes_per_s,
         to_ram_bytes_per_s=copies.to_ram_bytes_per_s,
         update_parameters_per_s=update.parameters_per_s,
@@ -180,7 +180,9 @@ def cached_rates(directories: Sequence[Path], device: str, path: Path | None = N
         named = [dataclasses.replace(drive, directory=str(d)) for drive, d in zip(drives, directories, strict=True)]
         links = entry["links"]
         way = links.get("ranks_way")
-        return Rates(drives=_shared(named, facts), **links | {"ranks_way": None if way is None else Transport(way)})
+        return Rates(
+            drives=_share_drives(named, facts), **links | {"ranks_way": None if way is None else Transport(way)}
+        )
 
     return None
 
@@ -273,7 +275,7 @@ def _unified_bytes(gpu: hardware.Gpu) -> float | None:
     return float(hardware.ram_total_bytes()) if gpu.is_unified else None
 
 
-def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tuple[DriveRates, ...]:
+def _share_drives(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tuple[DriveRates, ...]:
     """Divide the rates of a file system into equal parts for the directories that lie on it."""
     # Directories of one file system have equal facts.
     parts = [facts.count(here) for here in facts]

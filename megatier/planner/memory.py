@@ -156,7 +156,7 @@ def activation_bytes(setup: Setup) -> ActivationBytes:
     for unit in work.units:
         has_backward = unit.layout.num_trained or unit.name not in lower
         if unit.name in sizes and has_backward:
-            saving[unit.name] = _saved(setup, unit, sizes[unit.name])
+            saving[unit.name] = _saved_bytes(setup, unit, sizes[unit.name])
             num_attentions += _saves_attention_beside(setup, unit)
     tower = tower_bytes(setup)
     saved = sum(saving.values()) * boundary_bytes + _attention_bytes(setup) * num_attentions + tower.saved
@@ -200,7 +200,7 @@ def activation_bytes(setup: Setup) -> ActivationBytes:
 # ---------------------------------------------------------------- what layers save
 
 
-def _saved(setup: Setup, unit: Unit, sizes: LayerSizes) -> float:
+def _saved_bytes(setup: Setup, unit: Unit, sizes: LayerSizes) -> float:
     """Return the boundary activations that a layer, or its part, saves, without attention that is kept beside."""
     policy = setup.work.activations[unit.name]
     if policy.offloads_input:
@@ -249,14 +249,14 @@ def keeps_attention(setup: Setup, unit: Unit) -> bool:
 
 
 def _saves_attention_beside(setup: Setup, unit: Unit) -> bool:
-    """Return whether a layer saves what attention gave in addition to all that `_saved` counts."""
+    """Return whether a layer saves what attention gave in addition to all that `_saved_bytes` counts."""
     policy = setup.work.activations[unit.name]
     if keeps_attention(setup, unit):
         # Offloaded attention leaves the GPU with the input of its layer, and counts as passing.
         leaves = setup.work.offloads_attention and policy.offloads_input
         return not leaves
 
-    # Flex attention is saved whenever a compiled layer saves anything. From ATTENTION_FROM on `_saved` has it.
+    # Flex attention is saved whenever a compiled layer saves anything. From ATTENTION_FROM on `_saved_bytes` has it.
     if not (setup.compiles and policy.keeps_graph and unit.is_layer):
         return False
     is_flex = setup.config.model.attention == FLEX

@@ -91,9 +91,9 @@ class Prediction:
             return None
 
         # The median leaves out single steps with unusual drives.
-        return self._corrected(median(self._rates))
+        return self._correct(median(self._rates))
 
-    def _corrected(self, rate: float) -> Correction:
+    def _correct(self, rate: float) -> Correction:
         """Simulate the step with the measured speed of drives, and take the result as the forecast."""
         planned = self.forecast
         trial = self._choice.trial

@@ -46,7 +46,7 @@ def tower_bytes(setup: Setup) -> TowerBytes:
         sizes = tower.units.get(unit.name)
         if sizes is None or not _has_backward(unit, lower):
             continue
-        of_unit = _saved(setup, unit, sizes)
+        of_unit = _saved_sizes(setup, unit, sizes)
         saved.append(of_unit)
 
         # Units run their backwards one after the other, so the largest counts, with the gradient of its weights.
@@ -56,7 +56,7 @@ def tower_bytes(setup: Setup) -> TowerBytes:
     return TowerBytes(saved=round(_largest_rows(setup) * union(saved)), in_unit=in_unit)
 
 
-def _saved(setup: Setup, unit: Unit, sizes: TowerUnit) -> Sizes:
+def _saved_sizes(setup: Setup, unit: Unit, sizes: TowerUnit) -> Sizes:
     """Return what a unit saves in one conversation."""
     if not setup.work.activations[unit.name].keeps_graph:
         return sizes.inputs

@@ -156,14 +156,14 @@ class _UnitSeconds:
         frozen = products - self._product_flops(unit.layout.trained.tensors)
 
         # A frozen parameter with an adapter needs this gradient after all: that of the adapted sum.
-        adapted = _named(unit.layout.tensors, self._adapted)
+        adapted = _select_named(unit.layout.tensors, self._adapted)
         return frozen - self._flops(adapted)
 
     def _gained_seconds(self, tensors: Iterable[TensorSlice]) -> float:
         """Return the seconds that products in FP8 save a group."""
         if not self._in_fp8:
             return 0.0
-        return self._flops(_named(tensors, self._in_fp8)) * (1 / self._flops_per_s - 1 / self._fp8_flops_per_s)
+        return self._flops(_select_named(tensors, self._in_fp8)) * (1 / self._flops_per_s - 1 / self._fp8_flops_per_s)
 
     def _flops(self, tensors: Iterable[TensorSlice]) -> float:
         """Return the FLOPs of a group's products with matrices. Of experts, only those that a token goes to count."""
@@ -234,7 +234,7 @@ class _UnitSeconds:
         """
         if not (self._tiled and products):
             return repeated
-        tiled = _named(unit.layout.tensors, self._tiled)
+        tiled = _select_named(unit.layout.tensors, self._tiled)
         share = self._flops(tiled) / products
         outside = (1 - share) * repeated
 
@@ -251,7 +251,7 @@ class _UnitSeconds:
         tile_tokens = self._setup.config.model.tile_tokens
         if tile_tokens is None:
             return 0.0
-        trained = _named(unit.layout.trained.tensors, self._tiled)
+        trained = _select_named(unit.layout.trained.tensors, self._tiled)
         num_elements = sum(tensor.num_elements for tensor in trained)
         num_bytes = num_elements * (8 + 2 * unit.layout.schema.grad_width)
 
@@ -266,7 +266,7 @@ class _UnitSeconds:
         Only some tokens go to each expert, so rounding weighs more here than in linear layers, whose rate includes it.
         """
         num_elements = 0
-        for tensor in _named(unit.layout.tensors, self._in_fp8):
+        for tensor in _select_named(unit.layout.tensors, self._in_fp8):
             is_stack = len(tensor.shape) == 3
             if is_stack:
                 num_elements += tensor.num_elements
@@ -280,7 +280,7 @@ class _UnitSeconds:
 
         PEFT computes each sum twice. Each time it reads the parameter and writes as many bytes.
         """
-        adapted = _named(unit.layout.tensors, self._adapted)
+        adapted = _select_named(unit.layout.tensors, self._adapted)
         num_elements = sum(tensor.num_elements for tensor in adapted)
 
         # Two reads and two writes, in each slice.
@@ -288,7 +288,7 @@ class _UnitSeconds:
         return num_moved * unit.layout.schema.grad_width / self._memory_bytes_per_s
 
 
-def _named(tensors: Iterable[TensorSlice], names: Container[str]) -> list[TensorSlice]:
+def _select_named(tensors: Iterable[TensorSlice], names: Container[str]) -> list[TensorSlice]:
     """Return the tensors whose names are among `names`."""
     return [tensor for tensor in tensors if tensor.name in names]
 

@@ -217,7 +217,7 @@ class Updates:
             self.wait_for_end()
             updated = [unit for unit in self._blocks.units if unit in self._updated]
             self._store.consistency.is_torn |= bool(updated)
-            steps = _described(updated, len(self._placement.grad_homes))
+            steps = _describe_updated(updated, len(self._placement.grad_homes))
             raise NonFiniteError(f"{error}. {steps}", updated) from error
 
     @property
@@ -392,7 +392,7 @@ class Updates:
             self._updated.append(unit)
 
 
-def _described(updated: Sequence[str], num_units: int) -> str:
+def _describe_updated(updated: Sequence[str], num_units: int) -> str:
     """Return a sentence that names the units that are a step ahead of the others."""
     if not updated:
         return "No update of this step was written"

@@ -145,7 +145,7 @@ def _fill(
         wanted = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX)
         chunk = max(wanted, policy.align_elements)
         free = budgets.ram - needed
-        slots = [_deepened(plan, free) for plan in slots]
+        slots = [_deepen(plan, free) for plan in slots]
     elif Tier.NVME not in policy.state or not budgets.nvme:
         raise _no_room(units, needed, all_state, budgets, policy)
     else:
@@ -237,7 +237,7 @@ def _held_bytes(with_grads_in_ram: Sequence[UnitSpec], policy: Policy) -> int:
     return sum(grad_bytes(spec, policy) for spec in with_grads_in_ram)
 
 
-def _deepened(plan: SlotPlan, free: int) -> SlotPlan:
+def _deepen(plan: SlotPlan, free: int) -> SlotPlan:
     """Return the slots for gradients, with as many more as free bytes of RAM allow.
 
     With more slots, gradients can come while the CPU still adds up others.

@@ -147,7 +147,7 @@ def build(
         PlanError: a unit must be loaded and there is no slot.
     """
     due_units = set(due).intersection(placement.grad_homes)
-    passed = _passed(accesses, absent, due_units.intersection(placement.streamed))
+    passed = _indices_without_load(accesses, absent, due_units.intersection(placement.streamed))
     loads = {load.access: load for load in _assign_slots(accesses, placement, passed)}
     waiting_scatters = deque(scatters)
     waits_for = -1
@@ -195,7 +195,9 @@ def _update_and_load(unit: str, index: int, load: Load | None, placement: Placem
     return [update] if load is None else [update, load]
 
 
-def _passed(accesses: Sequence[Access], absent: Set[tuple[str, int]], streamed: Set[str]) -> frozenset[int]:
+def _indices_without_load(
+    accesses: Sequence[Access], absent: Set[tuple[str, int]], streamed: Set[str]
+) -> frozenset[int]:
     """Return the indices of the accesses that have no load, because the pass leaves them out.
 
     Args:

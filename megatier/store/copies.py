@@ -164,7 +164,7 @@ class Copies:
 
         # Copies keep their slots if their bytes are nowhere else: scratch bytes (without a home), dirty bytes, and
         # bytes whose write may still fail.
-        idle = self._unleased(pool)
+        idle = self._list_unleased(pool)
         for copy in idle:
             copy.settle()
         busy = [copy for copy in idle if copy.unwritten or copy.writes()]
@@ -179,7 +179,7 @@ class Copies:
                 return pool.take()
         return None
 
-    def _unleased(self, pool: SlotPool) -> list[Copy]:
+    def _list_unleased(self, pool: SlotPool) -> list[Copy]:
         """Return the copies in slots of a pool that are not leased, the least recently used one first."""
         unleased = []
         for copy in self._slotted:
@@ -191,7 +191,7 @@ class Copies:
         """Wait, without the lock, until a slot may be free. Raise the error of a write-back that keeps one."""
         # A slot becomes free in two ways. The first is the end of a write. Writes end without the lock and wake nobody,
         # so this waits for one directly.
-        for copy in self._unleased(pool):
+        for copy in self._list_unleased(pool):
             for transfer in (*copy.unwritten.values(), *copy.writes()):
                 if transfer is not None:
                     self._wait_unlocked(transfer.wait_for_end)
