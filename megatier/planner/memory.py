@@ -150,11 +150,11 @@ def activation_bytes(setup: Setup) -> ActivationBytes:
     sizes = layer_sizes(setup, tiled)
 
     # Units before the first trained one have no backward, so they save nothing.
-    lower = without_input_gradient(work.units)
+    without_backward = without_input_gradient(work.units)
     saving: dict[str, float] = {}
     num_attentions = 0
     for unit in work.units:
-        has_backward = unit.layout.num_trained or unit.name not in lower
+        has_backward = unit.layout.num_trained or unit.name not in without_backward
         if unit.name in sizes and has_backward:
             saving[unit.name] = _saved_bytes(setup, unit, sizes[unit.name])
             num_attentions += _saves_attention_beside(setup, unit)
@@ -166,34 +166,34 @@ def activation_bytes(setup: Setup) -> ActivationBytes:
     slices = setup.config.train.slices
     slice_bytes = boundary_bytes / slices
     for unit in work.units:
-        earlier, slice_grads = _gradient_bytes(setup, unit)
-        made = float(slice_grads)
+        earlier_grads, slice_grads = _gradient_bytes(setup, unit)
+        backward_bytes = float(slice_grads)
         if unit.name in sizes:
             saved_of_unit = saving.get(unit.name, 0.0)
-            again = _backward_activations(setup, unit, sizes[unit.name], saved_of_unit)
-            tile = _tile_bytes(setup, unit, tiled)
-            tile += (IN_LAYER + TILED) * slice_bytes if tile else 0
+            recomputed = _backward_activations(setup, unit, sizes[unit.name], saved_of_unit)
+            tile_bytes = _tile_bytes(setup, unit, tiled)
+            tile_bytes += (IN_LAYER + TILED) * slice_bytes if tile_bytes else 0
 
             # The MLP has its peak before most gradients of weights are there, and attention when all of them are.
-            of_attention = made + min(again, ATTENTION_BACKWARD) * slice_bytes
-            made = max(again * slice_bytes, tile, of_attention)
-        in_units = max(in_units, earlier + made)
+            at_attention = backward_bytes + min(recomputed, ATTENTION_BACKWARD) * slice_bytes
+            backward_bytes = max(recomputed * slice_bytes, tile_bytes, at_attention)
+        in_units = max(in_units, earlier_grads + backward_bytes)
 
     # Slices run one after the other, and beside them are the gradients of the whole output and input of a layer.
     mask = mask_bytes(setup)
     in_units += (setup.item_bytes * mask) / slices
     in_units += 2 * boundary_bytes if slices > 1 else 0
-    beside = mask + _passing_bytes(setup, boundary_bytes) + _weight_bytes(setup)
-    beside += pixel_bytes(setup).get(Tier.GPU, 0)
+    beside_units = mask + _passing_bytes(setup, boundary_bytes) + _weight_bytes(setup)
+    beside_units += pixel_bytes(setup).get(Tier.GPU, 0)
 
     # The head's sum stays until the backward of an embedding that is tied to it, which comes last.
     logits, head_sum = _loss_bytes(setup)
     is_tied = any(len(unit.module_names) > 1 for unit in work.units if not is_of_layer(unit))
     return ActivationBytes(
         saved=saved,
-        at_loss=saved + logits + head_sum + BOUNDARIES_AT_LOSS * boundary_bytes + beside,
+        at_loss=saved + logits + head_sum + BOUNDARIES_AT_LOSS * boundary_bytes + beside_units,
         # When the tower's turn comes, what the layers saved is gone.
-        in_backward=max(saved + in_units, tower.saved + tower.in_unit) + (head_sum if is_tied else 0) + beside,
+        in_backward=max(saved + in_units, tower.saved + tower.in_unit) + (head_sum if is_tied else 0) + beside_units,
     )
 
 
