@@ -121,10 +121,10 @@ def total_bytes(directory: Path) -> int:
 def _usage(directory: Path) -> tuple[int, int]:
     """Return the size of a drive, and its free bytes."""
     try:
-        found = shutil.disk_usage(directory)
+        usage = shutil.disk_usage(directory)
     except OSError as error:
         raise TransferError("asking for room", "disk", str(directory), 0, error.errno or 0) from error
-    return found.total, found.free
+    return usage.total, usage.free
 
 
 def sync_tree(folder: Path) -> None:

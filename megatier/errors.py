@@ -365,10 +365,10 @@ class StepDroppedError(MegatierError):
         """Name the step, and the ranks that dropped it, each with its cause, which is a sentence."""
         self.step = step
         self.causes = tuple(causes)
-        words = " ".join(f"Rank {rank}: {cause}" for rank, cause in causes)
+        reasons = " ".join(f"Rank {rank}: {cause}" for rank, cause in causes)
         super().__init__(
-            f"step {step} was dropped, and no weight has changed on any rank. {words} Catch this error and go on with "
-            "the next rows, or let it end all ranks."
+            f"step {step} was dropped, and no weight has changed on any rank. {reasons} Catch this error and go on "
+            "with the next rows, or let it end all ranks."
         )
 
 

@@ -83,9 +83,9 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
-def _check_regular(path: Path, found: os.stat_result) -> None:
+def _check_regular(path: Path, status: os.stat_result) -> None:
     """Refuse everything but a regular file."""
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
@@ -112,6 +112,6 @@ class FileVersion:
             return None
 
     @classmethod
-    def _from(cls, found: os.stat_result) -> Self:
+    def _from(cls, status: os.stat_result) -> Self:
         """Return that of a file about which the system was asked."""
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

@@ -262,10 +262,10 @@ def reason_of(error: BaseException) -> str:
 
     sentence = []
     for line in text.strip().splitlines():
-        words = line.strip()
-        if words:
-            sentence.append(words)
-        if not words.endswith(UNFINISHED_ENDS):
+        stripped = line.strip()
+        if stripped:
+            sentence.append(stripped)
+        if not stripped.endswith(UNFINISHED_ENDS):
             break
 
     reason = " ".join(sentence) or type(error).__name__

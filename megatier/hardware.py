@@ -165,22 +165,22 @@ def cores_usable(root: Path = ROOT) -> int:
 
 def cpu_has_bf16(root: Path = ROOT) -> bool:
     """Return whether the CPU multiplies bf16 numbers itself (AVX-512 BF16, AMX, Arm BF16)."""
-    words = set(text_of(root / "proc/cpuinfo").split())
-    return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+    flags = set(text_of(root / "proc/cpuinfo").split())
+    return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def cpu_instructions(root: Path = ROOT) -> str:
     """Return the maker of the CPU and the instructions by which libraries choose their kernels, in one line."""
-    words = set(text_of(root / "proc/cpuinfo").split())
-    told = [word for word in words if INSTRUCTIONS.fullmatch(word)]
-    return " ".join(sorted(told))
+    flags = set(text_of(root / "proc/cpuinfo").split())
+    instructions = [word for word in flags if INSTRUCTIONS.fullmatch(word)]
+    return " ".join(sorted(instructions))
 
 
 def driver_version(root: Path = ROOT) -> str | None:
     """Return the version of NVIDIA's driver; None: there is none, or it does not say."""
     text = text_of(root / "proc/driver/nvidia/version")
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return found[0] if found else None
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return version[0] if version else None
 
 
 def set_cuda_defaults() -> None:
@@ -255,7 +255,7 @@ def gpus() -> tuple[Gpu, ...]:
 
     if not torch.cuda.is_available():
         return ()
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         free_bytes, total_bytes = gpu_memory(index)
         properties = torch.cuda.get_device_properties(index)
@@ -269,8 +269,8 @@ def gpus() -> tuple[Gpu, ...]:
             is_unified=is_unified,
             is_coherent=not is_unified and _has_host_page_tables(index),
         )
-        found.append(gpu)
-    return tuple(found)
+        devices.append(gpu)
+    return tuple(devices)
 
 
 def gpu_memory(index: int | None = None) -> tuple[int, int]:
@@ -390,10 +390,10 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
         # Both versions of control groups have two numbers: microseconds of cores in each period, and the length of the
         # period. The first is "max" or -1 if there is no quota. A quota below one core still leaves one core to plan
         # with.
-        words = text_of(group / "cpu.max").split() if version is V2 else _v1_quota(group)
-        is_quota = len(words) == 2 and all(word.isdigit() for word in words)
+        quota = text_of(group / "cpu.max").split() if version is V2 else _v1_quota(group)
+        is_quota = len(quota) == 2 and all(word.isdigit() for word in quota)
         if is_quota:
-            microseconds, period = map(int, words)
+            microseconds, period = map(int, quota)
             yield max(1.0, microseconds / period)
 
 

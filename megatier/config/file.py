@@ -87,8 +87,8 @@ def _parsed(tree: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         # A copy, since values are replaced while the section may be the caller's.
         values = dict(tree.get(name, {}))
         for key, value in values.items():
-            words = value if isinstance(value, list) else [value]
-            _check_text(words)
+            entries = value if isinstance(value, list) else [value]
+            _check_text(entries)
 
             # Nested settings were parsed as YAML when they were laid over the tree.
             if isinstance(value, str) and not is_nested(section.dotted(key)):
@@ -135,10 +135,10 @@ def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
     tree = read_yaml(path)
     if not isinstance(tree, dict):
         # An empty file is null to YAML.
-        found = "is empty"
+        content = "is empty"
         if tree is not None:
-            found = f"holds {printable(repr(tree))}"
-        raise ConfigError(f"{path} {found}; it must hold sections such as `train:` with `steps: 100` below.")
+            content = f"holds {printable(repr(tree))}"
+        raise ConfigError(f"{path} {content}; it must hold sections such as `train:` with `steps: 100` below.")
     return _sections(tree, str(path))
 
 
@@ -195,14 +195,14 @@ def check_units(tiers: Mapping[str, Any], overrides: Sequence[str] = ()) -> None
     Raises:
         ConfigError: names the budget.
     """
-    found = dict(tiers)
+    written = dict(tiers)
     for name, text in parse_overrides(overrides):
-        found[name.removeprefix("tiers.")] = text
+        written[name.removeprefix("tiers.")] = text
 
     for key in ("gpu", "gpu_limit", "ram", "locked"):
-        require_unit(f"tiers.{key}", found.get(key))
+        require_unit(f"tiers.{key}", written.get(key))
     # On the command line mounts are one text, and in a file may be a list.
-    mounts = found.get("nvme") or ()
+    mounts = written.get("nvme") or ()
     if isinstance(mounts, str):
         listed = from_text(mounts, tuple) or ()
         mounts = parse_list(listed, "tiers.nvme")

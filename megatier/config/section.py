@@ -100,10 +100,10 @@ class Section:
             kept = _kept(value, types)
             if kept is None:
                 # As the file has it: None is Python's word.
-                found = "null" if value is None else quoted(value)
+                given = "null" if value is None else quoted(value)
                 allowed = in_message(hint)
                 doc = field_docs(section)[key]
-                raise ConfigError(f"{self.dotted(key)} is {found}; it must be {allowed}. {doc}")
+                raise ConfigError(f"{self.dotted(key)} is {given}; it must be {allowed}. {doc}")
 
             # A section is frozen, so its fields are set past its own `__setattr__`.
             object.__setattr__(self, key, kept)
@@ -147,9 +147,9 @@ def _kept(value: Any, types: list[Any]) -> Any:  # noqa: ANN401  a setting is of
             return number("", value, whole=int in types)
 
     if tuple in types:
-        words = [value] if isinstance(value, str) else value
-        is_list = isinstance(words, list | tuple)
-        is_text = is_list and all(isinstance(word, str) for word in words)
+        entries = [value] if isinstance(value, str) else value
+        is_list = isinstance(entries, list | tuple)
+        is_text = is_list and all(isinstance(word, str) for word in entries)
         return parse_list(value, "") if is_text else None
     plain = tuple(each for each in types if each in (bool, str, dict))
     return value if isinstance(value, plain) else None
@@ -159,8 +159,8 @@ def _kept(value: Any, types: list[Any]) -> Any:  # noqa: ANN401  a setting is of
 def hints(section: type[Any]) -> dict[str, Any]:
     """Return the types of the fields of a section, by name."""
     # Evaluating annotations takes long, and they are asked for with each value.
-    found = hints_of_class(section, include_extras=True)
-    return {item.name: found[item.name] for item in fields(section)}
+    types = hints_of_class(section, include_extras=True)
+    return {item.name: types[item.name] for item in fields(section)}
 
 
 def types_of(hint: Any) -> list[Any]:  # noqa: ANN401  type hints have no common type
@@ -176,25 +176,25 @@ def types_of(hint: Any) -> list[Any]:  # noqa: ANN401  type hints have no common
 
 def in_help(hint: Any) -> str:  # noqa: ANN401
     """Return a word for the values that a setting takes."""
-    words: list[str] = []
+    names: list[str] = []
     for each in types_of(hint):
         if each in TYPES:
-            words.append(TYPES[each].short)
+            names.append(TYPES[each].short)
         elif each is not NoneType:
-            words += get_args(each)
-    return " | ".join(words)
+            names += get_args(each)
+    return " | ".join(names)
 
 
 def in_message(hint: Any) -> str:  # noqa: ANN401
     """Return in words what a setting takes."""
     types = types_of(hint)
-    words: list[str] = []
+    names: list[str] = []
     for each in types:
         if each in TYPES:
-            words.append(TYPES[each].words)
+            names.append(TYPES[each].words)
         elif each is not NoneType:
-            words += get_args(each)
-    said = in_words(tuple(words)) if len(words) > 1 else words[0]
+            names += get_args(each)
+    said = in_words(tuple(names)) if len(names) > 1 else names[0]
     return f"{said}, or null" if NoneType in types else said
 
 

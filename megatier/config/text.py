@@ -89,7 +89,7 @@ def _is_size(section: Any, key: str) -> bool:  # noqa: ANN401
 
 def format_options(settings: Mapping[str, Any]) -> str:
     """Return settings by dotted name as options of the command line, with units."""
-    words = []
+    options = []
     for dotted, value in settings.items():
         name, _, key = dotted.partition(".")
         section = CONFIG_SECTIONS[name]
@@ -99,8 +99,8 @@ def format_options(settings: Mapping[str, Any]) -> str:
             written = json.dumps(value)
         elif _is_size(section, key):
             written = exact_size(value)
-        words.append(f"--{dotted} {written}")
-    return " ".join(words)
+        options.append(f"--{dotted} {written}")
+    return " ".join(options)
 
 
 def exact_size(num_bytes: int) -> int | str:

@@ -80,8 +80,8 @@ def parse_bytes(text: str) -> int:
         ConfigError: not a size.
     """
     # No unit has an E, which is an exponent's.
-    words = text.strip().lower()
-    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?(?:e\d{1,2})?)\s*([a-df-z]*)", words)
+    size = text.strip().lower()
+    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?(?:e\d{1,2})?)\s*([a-df-z]*)", size)
     # The pattern bounds the digits, of which Python takes no more than some thousands.
     if match is None or match[2] not in BYTE_UNITS:
         raise ConfigError(f"{text!r} is no byte size; write 96GiB, 500MB or a plain number of bytes")
@@ -295,8 +295,8 @@ def parse_list(given: object, name: str) -> tuple[str, ...]:
     Raises:
         ConfigError: it is neither.
     """
-    words = given.split(",") if isinstance(given, str) else given
-    entries = list(words) if isinstance(words, Iterable) else [words]
+    parts = given.split(",") if isinstance(given, str) else given
+    entries = list(parts) if isinstance(parts, Iterable) else [parts]
     texts = [entry.strip() for entry in entries if isinstance(entry, str)]
     require(len(texts) == len(entries), name, given, "a list of texts, or one text with commas between")
     return tuple(text for text in texts if text)
@@ -326,22 +326,22 @@ def number(
     Raises:
         ConfigError: it is none, is not finite, or lies outside; names it.
     """
-    found: int | float | None = None
+    kept: int | float | None = None
     wanted: Any = numbers.Integral if whole else numbers.Real
 
     # A truth value is an int to Python.
     if isinstance(value, wanted) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # of a number larger than any float
-            found = int(value) if whole else float(value)
+            kept = int(value) if whole else float(value)
 
     # NaN is in no range.
     limit = WHOLE_MAX if whole else sys.float_info.max
-    is_number = found is not None and -limit <= found <= limit
+    is_number = kept is not None and -limit <= kept <= limit
     kind = "a whole number below 2**63" if whole else "a finite number"
     require(is_number, name, value, f"{kind}, {bound}" if bound else kind)
-    assert found is not None
-    require(least <= found <= most, name, value, bound)
-    return found
+    assert kept is not None
+    require(least <= kept <= most, name, value, bound)
+    return kept
 
 
 def byte_count(name: str, value: Any) -> int:  # noqa: ANN401 - whatever somebody gave
@@ -358,8 +358,8 @@ def byte_count(name: str, value: Any) -> int:  # noqa: ANN401 - whatever somebod
     # A whole float is a size: 1e9 is one in YAML.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    found: int = number(name, value, "bytes, at least 0", least=0, whole=True)
-    return found
+    num_bytes: int = number(name, value, "bytes, at least 0", least=0, whole=True)
+    return num_bytes
 
 
 def check_setting(name: str, value: object, label: str = "") -> None:
