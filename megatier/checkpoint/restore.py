@@ -104,7 +104,7 @@ def _fill(
                 # Units that hold parts of one parameter read their own elements of its array alone.
                 places = [arrays[name, tensor.name] for tensor in tensors]
                 with closing(files.read(places, [tensor.elements for tensor in tensors])) as pieces:
-                    yield ((tensors[i].place(first), found) for i, first, found in pieces)
+                    yield ((tensors[i].place(first), values) for i, first, values in pieces)
             finally:
                 idle.put(files)
 

@@ -195,19 +195,19 @@ class RunState:
         changes += find_differences(old, new, free=others)
         return changes
 
-    def check_text(self, found: dict[str, Any]) -> None:
+    def check_text(self, present: dict[str, Any]) -> None:
         """Refuse to go on with other text.
 
         Args:
-            found: `PackedText.state` of the text as it is now.
+            present: `PackedText.state` of the text as it is now.
 
         Raises:
             DataError: the tokens are not those of the checkpoint.
         """
         # Older checkpoints noted less, so only what they noted is compared.
-        noted = {name: found.get(name) for name in self.text}
+        noted = {name: present.get(name) for name in self.text}
         if noted != self.text:
-            count = found["num_tokens"]
+            count = present["num_tokens"]
             before = self.text.get("num_tokens")
             difference = "its tokens differ"
             if count != before:

@@ -39,17 +39,17 @@ PROCESSOR_REMEDY = "data.images needs the folder or hub id of a model with image
 class Processor:
     """A model's processor, and the tokenizer in it."""
 
-    def __init__(self, own: ProcessorMixin, name: str) -> None:
+    def __init__(self, processor: ProcessorMixin, name: str) -> None:
         """Take a processor of transformers.
 
         Raises:
             DataError: it has no fast tokenizer with a token for padding, or takes no images.
         """
-        self.own = own
+        self.own = processor
         """The processor itself, which an export writes."""
-        self._name = f"the processor {type(own).__name__} of {printable(name)}"
-        tokenizer = getattr(own, "tokenizer", None)
-        if not isinstance(tokenizer, PreTrainedTokenizerBase) or getattr(own, "image_processor", None) is None:
+        self._name = f"the processor {type(processor).__name__} of {printable(name)}"
+        tokenizer = getattr(processor, "tokenizer", None)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase) or getattr(processor, "image_processor", None) is None:
             raise DataError(f"{self._name} does not take both texts and images. {PROCESSOR_REMEDY}")
         self.tokenizer = tokenizer
         """Its tokenizer."""
@@ -58,7 +58,7 @@ class Processor:
                 f"{self._name} does not say which characters a token has, as data.chat needs. Use a fast tokenizer, "
                 "which has a tokenizer.json."
             )
-        self._image_ids = [number for number in _image_ids(own) if number is not None]
+        self._image_ids = [number for number in _image_ids(processor) if number is not None]
         if tokenizer.pad_token_id is None:
             raise DataError(f"{self._name} has no pad_token, which fills a sequence; set it in tokenizer_config.json.")
 

@@ -313,18 +313,18 @@ class UnitWeights:
         work = partial(self._bring, load.unit)
         return self.queue.submit(load.unit, 0, work, follows=before)
 
-    def submit_all_gather(self, load: Load, own: Transfer) -> None:
+    def submit_all_gather(self, load: Load, shard_load: Transfer) -> None:
         """Append the all-gather of a load to the queue `ranks`, if ranks share the state.
 
         Args:
             load: the load.
-            own: the result of `submit`, which brings this rank's shard.
+            shard_load: the result of `submit`, which brings this rank's shard.
         """
         if self._collectives is None:
             return
 
         # A streamed unit is updated in the slot of its shard, and any other unit before its load.
-        shard_ready = [own]
+        shard_ready = [shard_load]
         update = self._updates.latest(load.unit) if load.updates else None
         if update is not None:
             shard_ready.append(update)

@@ -241,9 +241,9 @@ class _Axes:
             for step in steps:
                 yield self._number(step, y, plain(scale.at(step)))
 
-    def _number(self, step: float, y: float, words: str) -> str:
+    def _number(self, step: float, y: float, label: str) -> str:
         """Return the text below a step."""
-        return f'<text x="{self.x(step):.1f}" y="{y}" text-anchor="middle">{words}</text>'
+        return f'<text x="{self.x(step):.1f}" y="{y}" text-anchor="middle">{label}</text>'
 
 
 def _pointers(lines: Sequence[Line], axes: _Axes) -> Iterator[str]:
@@ -269,8 +269,8 @@ def _pointers(lines: Sequence[Line], axes: _Axes) -> Iterator[str]:
         size = f'x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{BOTTOM - TOP}"'
 
         # A browser shows the title of a shape under the pointer, without any script.
-        words = plain(_said(step, figures), CELL_MAX)
-        yield f'<rect class="pointer" {size}><title>{words}</title></rect>'
+        title = plain(_said(step, figures), CELL_MAX)
+        yield f'<rect class="pointer" {size}><title>{title}</title></rect>'
 
 
 def _said(step: float, figures: Sequence[tuple[str, Mapping[float, float]]]) -> str:

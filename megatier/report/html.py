@@ -115,8 +115,8 @@ def note(text: str) -> str:
 def cards(figures: Iterable[tuple[str, str, str]]) -> str:
     """Return large figures: the name, the figure, and a remark in small letters."""
     divs = []
-    for name, figure, words in figures:
-        remark = plain(words, CELL_MAX)
+    for name, figure, detail in figures:
+        remark = plain(detail, CELL_MAX)
         head = f"<span>{plain(name)}</span><b>{plain(figure)}</b>"
         divs.append(f"<div>{head}<span>{remark}</span></div>")
     return f'<div class="cards">{"".join(divs)}</div>'

@@ -100,11 +100,11 @@ def draw_panel(
     if why_over:
         _row(grid, "over", Text(why_over), "")
 
-    words = f"{report.loss:.4f}  lr {report.learning_rate:.2e}"
+    figures = f"{report.loss:.4f}  lr {report.learning_rate:.2e}"
     if report.grad_norm is not None:
-        words += f"  norm {report.grad_norm:.3f}"
+        figures += f"  norm {report.grad_norm:.3f}"
     course = draw_sparkline(losses.points)
-    _row(grid, "loss", Text(course), words)
+    _row(grid, "loss", Text(course), figures)
     _row(grid, "tokens/s", Text(tokens_a_second(report)), f"{report.seconds:.3f} s/step")
     if report.images is not None:
         _row(grid, "images/s", Text(images_a_second(report)), f"{report.images:,.0f} in the step")
@@ -112,8 +112,8 @@ def draw_panel(
     stalled = report.stalled_seconds
     share = format_share(stalled, report.seconds)
     host = format_share(report.host_seconds or 0.0, report.seconds)
-    words = f"stalled {format_seconds(stalled)}, {share}, host {host}"
-    _row(grid, "bound by", Text(bound_of(report)), words)
+    figures = f"stalled {format_seconds(stalled)}, {share}, host {host}"
+    _row(grid, "bound by", Text(bound_of(report)), figures)
     if compile_seconds:
         compiled = format_seconds(compile_seconds)
         _row(grid, "compiled", Text(compiled), "so far, which counts in no step")

@@ -66,12 +66,12 @@ def draw(opening: RunStart) -> str:
     return "\n".join(rows)
 
 
-def _cell(x: float, y: float, width: float, tier: str, words: str) -> Iterator[str]:
+def _cell(x: float, y: float, width: float, tier: str, block: str) -> Iterator[str]:
     """Yield a block; a pointer over it shows its name."""
     # Among thousands of units a cell is thinner than its gap, and still must be seen.
     shown = max(width - GAP, 0.5)
     size = f'width="{shown:.2f}" height="{ROW - GAP}"'
-    name = plain(f"{words}: {tier}")
+    name = plain(f"{block}: {tier}")
 
     # The tier is read from a file, and a class of another name would be a cell without colour.
     tone = tier if tier in MEANINGS else "slot"

@@ -188,10 +188,10 @@ def _saves(plan: Plan, taken: str) -> Iterator[str]:
         yield f"By tiers.generations, NVMe holds {', '.join(sizes)}."
 
         # No drive is known to say how long.
-        words = ""
+        duration = ""
         if plan.savepoint_seconds is not None:
-            words = f" in {format_seconds(plan.savepoint_seconds)}"
-        yield f"A savepoint writes {format_bytes(plan.savepoint_bytes)}{words}; the rest stays where it is on NVMe."
+            duration = f" in {format_seconds(plan.savepoint_seconds)}"
+        yield f"A savepoint writes {format_bytes(plan.savepoint_bytes)}{duration}; the rest stays where it is on NVMe."
 
 
 def _bound(plan: Plan) -> str:

@@ -58,13 +58,13 @@ class ElementRun:
     @property
     def planes(self) -> dict[Kind, tuple[int, int]]:
         """Bytes [start, stop) of the chunk by kind; each plane starts at a multiple of 256 bytes."""
-        found = {}
+        spans = {}
         offset = self.offset
         padded = round_up(self.stop - self.start, ALIGN_ELEMENTS)
         for kind, width in _widths(self.schema).items():
-            found[kind] = (offset, offset + width * (self.stop - self.start))
+            spans[kind] = (offset, offset + width * (self.stop - self.start))
             offset += width * padded
-        return found
+        return spans
 
     @property
     def num_bytes(self) -> int:

@@ -124,7 +124,7 @@ class PlacedState:
         Raises:
             OptimizerError, NonFiniteError: a gradient or its parameter is not valid.
         """
-        found = {}
+        gradients = {}
         for index, parameter in enumerate(self._parameters):
             if (grad := parameter.grad) is None or index not in numbers:
                 continue
@@ -137,9 +137,9 @@ class PlacedState:
                 )
             if grad.layout is not torch.strided:
                 raise OptimizerError(f"the gradient of {self._names[index]} is sparse; make it dense (sparse=False).")
-            found[index] = in_order(parameter, grad.to(parameter.dtype))
-        self._check_finite(found)
-        return found
+            gradients[index] = in_order(parameter, grad.to(parameter.dtype))
+        self._check_finite(gradients)
+        return gradients
 
     def _check_finite(self, gradients: Mapping[int, Tensor]) -> None:
         """Raise if a gradient is not finite, by its sum of squares in fp64, which bf16 and fp32 cannot overflow."""
@@ -286,15 +286,15 @@ class PlacedState:
 
     def empty(self, numbers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
         """Return the entries of parameters that had an update, for `copy_to` to fill."""
-        found = {}
+        entries = {}
         for index in numbers:
             parameter = self._parameters[index]
             entry = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")}
             for kind, dtype in self._types(index).items():
                 # Strided as the parameter, as the state of torch's own optimizers is.
                 entry[str(kind)] = torch.empty_strided(parameter.size(), parameter.stride(), dtype=dtype, device="cpu")
-            found[index] = entry
-        return found
+            entries[index] = entry
+        return entries
 
     @torch.no_grad()
     def copy_to(self, state: Mapping[int, Entry]) -> None:

@@ -321,19 +321,19 @@ class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
         Raises:
             ConfigError, OptimizerError: they cannot be followed. Nothing was changed.
         """
-        found: dict[int, Mapping[str, Any]] = {}
+        groups: dict[int, Mapping[str, Any]] = {}
         for group in self.param_groups:
             check_group(group, self._settings)
             for parameter in group["params"]:
                 number = self._numbers.get(id(parameter))
-                if number is None or number in found:
+                if number is None or number in groups:
                     what = "came into the groups after the state was placed" if number is None else "is in two groups"
                     raise OptimizerError(
                         f"a parameter of shape {tuple(parameter.shape)} {what}. Make a new optimizer; load_state_dict "
                         "gives it the state."
                     )
-                found[number] = group
-        return found
+                groups[number] = group
+        return groups
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -28,11 +28,11 @@ class SharedDirectory:
         self.path = Path(config.output.directory)
 
         # One rank takes the lock, which would refuse all others.
-        own = opened.enter_context(RunDirectory(config, resumes=resumes)) if all_ranks.rank == 0 else None
-        self.own = own
+        directory = opened.enter_context(RunDirectory(config, resumes=resumes)) if all_ranks.rank == 0 else None
+        self.own = directory
 
         # The others read the directory only once it is locked.
-        self.run_id = all_ranks.broadcast(lambda: "" if own is None else own.run_id)
+        self.run_id = all_ranks.broadcast(lambda: "" if directory is None else directory.run_id)
         with all_ranks.failing_together():
             self._check_is_shared(all_ranks.rank)
 
