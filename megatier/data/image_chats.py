@@ -250,7 +250,8 @@ class ImageChats:
 
         ids = columns["input_ids"]
         for row, row_ids in zip(rows, ids, strict=True):
-            if checksum_of(row_ids[: row.num_tokens].numpy()) != row.crc32:
+            # A longer row would move the conversations after it in its sequence.
+            if len(row_ids) != length or checksum_of(row_ids[: row.num_tokens].numpy()) != row.crc32:
                 raise DataError(
                     f"{row.place}: the processor makes other tokens of it now than when the run began. Bring the old "
                     "processor back, or begin a new run."

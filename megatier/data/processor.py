@@ -47,6 +47,8 @@ class Processor:
         """
         self.own = processor
         """The processor itself, which an export writes."""
+        self._called = copy.deepcopy(processor)
+        """What is called: a call leaves its padding in a fast tokenizer, and an export must not write that."""
         self._name = f"the processor {type(processor).__name__} of {printable(name)}"
         tokenizer = getattr(processor, "tokenizer", None)
         if not isinstance(tokenizer, PreTrainedTokenizerBase) or getattr(processor, "image_processor", None) is None:
@@ -144,7 +146,7 @@ class Processor:
             given = list(map(list, images))
 
         with reading(f"{place}: {self._name} refuses the conversation", DataError):
-            encoding: Any = self.own(text=list(texts), images=given, **options)
+            encoding: Any = self._called(text=list(texts), images=given, **options)
             return dict(encoding)
 
 

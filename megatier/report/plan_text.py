@@ -184,8 +184,11 @@ def _saves(plan: Plan, taken: str) -> Iterator[str]:
         yield taken
 
     if plan.generation_bytes:
-        sizes = [f"{format_bytes(size)} ({use})" for use, size in plan.generation_bytes.items()]
-        yield f"By tiers.generations, NVMe holds {', '.join(sizes)}."
+        sizes = []
+        for use, size in plan.generation_bytes.items():
+            generations, _, purpose = use.partition(": ")
+            sizes.append(f"{format_bytes(size)} with {generations} ({purpose})")
+        yield f"The run takes on NVMe, by tiers.generations: {', '.join(sizes)}."
 
         # No drive is known to say how long.
         duration = ""
