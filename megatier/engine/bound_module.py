@@ -105,7 +105,7 @@ class BoundModule:
         """Whether a forward has left a view of a weight in an attribute."""
         # A tied weight may have several bindings in a module, but it has one slice.
         self._tensors_by_name = {tensor.name: tensor for _, _, tensor in bindings}
-        self._lent = {tensor.name: (parameters, leaf) for parameters, leaf, tensor in lent}
+        self._lent = {tensor.name: (parameters, attribute) for parameters, attribute, tensor in lent}
         """For each weight that is lent to the module, one of its places, by its name."""
         self.requires_grad_by_name = {name: stage.gradients.is_trained(unit, name) for name in self._tensors_by_name}
         """Whether each parameter is trained, by its name, in the order of `leaves`."""
@@ -224,8 +224,8 @@ class BoundModule:
     def _unbound(self) -> list[Tensor]:
         """Make the module's parameters unbound, and return them, one for each binding."""
         found: list[Tensor] = []
-        for parameters, leaf, tensor in self.bindings:
-            parameter = parameters[leaf]
+        for parameters, attribute, tensor in self.bindings:
+            parameter = parameters[attribute]
             assert parameter is not None
             make_unbound(parameter, self.stage.device, self.dtype, tensor.name)
             found.append(parameter)
@@ -242,13 +242,13 @@ class BoundModule:
         self._check_placed(self.placed)
         placed = self.placed
         owners = [owner for owner, _, _ in self._places]
-        leaves = [leaf for _, leaf, _ in self._places]
-        before = [owner[leaf] for owner, leaf in zip(owners, leaves, strict=True)]
+        attributes = [attribute for _, attribute, _ in self._places]
+        before = [owner[attribute] for owner, attribute in zip(owners, attributes, strict=True)]
 
         # Both functions are made before either is called, since nothing may fail between binding weights and restoring
         # parameters.
-        bind = assignment(owners, leaves, inside)
-        unbind = assignment(owners, leaves, before)
+        bind = assignment(owners, attributes, inside)
+        unbind = assignment(owners, attributes, before)
         try:
             self.placed = inside
             bind()
@@ -269,8 +269,8 @@ class BoundModule:
         """
         places = self._places[: len(tensors)]
         for place, placed in zip(places, tensors, strict=True):
-            owner, leaf, tensor = place
-            if owner.get(leaf) is not placed:
+            owner, attribute, tensor = place
+            if owner.get(attribute) is not placed:
                 raise changed_weight_error(self.module_name, tensor.name)
 
     def check_finite(self, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
@@ -328,8 +328,8 @@ def _is_finite(tensor: Tensor | None) -> bool:
     return bool(tensor.isfinite().all())
 
 
-def assignment(owners: Sequence[Any], leaves: Sequence[str], tensors: Sequence[Any]) -> Callable[[], object]:
+def assignment(owners: Sequence[Any], attributes: Sequence[str], tensors: Sequence[Any]) -> Callable[[], object]:
     """Return a call that puts each tensor into its owner's dictionary, and that no interrupt can cut in two."""
     # One call in C. The interpreter looks for interrupts between calls, and one that came between two parameters, or
     # before they are put back, would leave a slot's bytes in the module for good.
-    return functools.partial(deque, map(setitem, owners, leaves, tensors), 0)
+    return functools.partial(deque, map(setitem, owners, attributes, tensors), 0)

@@ -64,7 +64,7 @@ class FusedLoss:
         self._chunk = chunk
         product = product_of(head.module)
         assert product is not None
-        self.names = {leaf: tensor.name for own, leaf, tensor in head.bindings if own is product._parameters}
+        self.names = {attribute: tensor.name for own, attribute, tensor in head.bindings if own is product._parameters}
         """The names of the head's parameters in the model, by their names in the head's module."""
         self._vocab_size = product.out_features
         self._function: Callable[..., Tensor] = model.loss_function
@@ -253,9 +253,9 @@ class FusedLoss:
         use = stage.source.enter(self.head.unit, Phase.FORWARD, stage.gradients.group)
         weights = self._weights(use.bytes, hidden.dtype)
         if grads is not None:
-            for leaf, weight in weights.items():
-                if self.head.requires_grad_by_name[self.names[leaf]]:
-                    grads.begin(leaf, weight)
+            for attribute, weight in weights.items():
+                if self.head.requires_grad_by_name[self.names[attribute]]:
+                    grads.begin(attribute, weight)
 
         loss = hidden.new_zeros((), dtype=torch.float32)
         # The reciprocal is taken in fp64, where a count of tokens is exact.
@@ -278,7 +278,7 @@ class FusedLoss:
         by_name = dict(zip(self.head.names, self.head.leaves(plane), strict=True))
 
         # Detached, since this forward computes the gradients itself. A graph would hold the logits of every chunk.
-        return {leaf: by_name[name].detach().to(dtype) for leaf, name in self.names.items()}
+        return {attribute: by_name[name].detach().to(dtype) for attribute, name in self.names.items()}
 
     def _chunk_loss(
         self,
@@ -311,10 +311,10 @@ class _Grads:
     of_head: dict[str, Tensor] = field(default_factory=dict)
     """The fp32 gradients of the head's trained parameters, by their names in the head's module."""
 
-    def begin(self, leaf: str, parameter: Tensor) -> None:
+    def begin(self, attribute: str, parameter: Tensor) -> None:
         """Begin the sum of a head parameter's gradient at zero."""
         # In fp32, since bf16 would round the sum after each chunk.
-        self.of_head[leaf] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        self.of_head[attribute] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
 
     def add(self, rows: slice, logits_grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """Add one chunk's contribution, from the gradient of its logits, [chunk, V]."""
@@ -378,7 +378,7 @@ class _LossFunction(torch.autograd.Function):
         gradients = fused.stage.gradients
         unit = fused.head.unit
         if grads.of_head and purpose.trains:
-            summands = [(fused.names[leaf], summand.mul_(grad)) for leaf, summand in grads.of_head.items()]
+            summands = [(fused.names[attribute], summand.mul_(grad)) for attribute, summand in grads.of_head.items()]
             gradients.add(unit, summands)
             gradients.end_use(unit)
         elif grads.of_head:

@@ -132,8 +132,8 @@ class Node(BoundModule):
             UnsupportedModelError: none are lent now.
         """
         copies = []
-        for name, (parameters, leaf) in self._lent.items():
-            copy = parameters[leaf]
+        for name, (parameters, attribute) in self._lent.items():
+            copy = parameters[attribute]
             if copy is None or copy.is_meta:
                 raise UnsupportedModelError(
                     f"{self.module_name} was called by itself, outside of the forward that lends it {name}. Call the "

@@ -93,7 +93,7 @@ class ResidentModules:
             inside = [by_name[tensor.name] for _, _, tensor in node.bindings]
             self._names += [(node.module_name, tensor.name) for _, _, tensor in node.bindings]
             self._owners += [owner for owner, _, _ in node.bindings]
-            self._keys += [leaf for _, leaf, _ in node.bindings]
+            self._keys += [attribute for _, attribute, _ in node.bindings]
             self._unbound += node.placed
             self._bound += inside
             notes.append((node, inside))

@@ -64,12 +64,12 @@ def initialise_buffers(model: PreTrainedModel) -> None:
     """
     unset: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
-        for leaf, buffer in module._buffers.items():
+        for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 # Filled with a marker that no initialisation leaves behind, so that an unset buffer is found.
                 marked = _unset(torch.empty_like(buffer, device="cpu"))
-                module._buffers[leaf] = marked
-                unset[f"{module_name}.{leaf}".lstrip(".")] = marked
+                module._buffers[attribute] = marked
+                unset[f"{module_name}.{attribute}".lstrip(".")] = marked
 
     with drawing_from(0), _NothingDrawn():
         model.initialize_weights()

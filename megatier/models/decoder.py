@@ -243,12 +243,12 @@ def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Bindi
     for module in model.get_submodule(module_name).modules():
         # The dictionary itself, since torch's setattr accepts only nn.Parameter, and views of a slot are plain tensors.
         parameters = cast("dict[str, Tensor | None]", module._parameters)
-        for leaf, parameter in parameters.items():
+        for attribute, parameter in parameters.items():
             if parameter is None:
                 continue
             name = names[id(parameter)]
             if name in slices:
-                places.append((parameters, leaf, slices[name]))
+                places.append((parameters, attribute, slices[name]))
 
     return places
 

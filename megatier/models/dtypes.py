@@ -40,10 +40,10 @@ def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     """Move a skeleton's buffers to the device, in the dtypes that they compute in for weights of this dtype."""
     dtypes = buffer_dtypes(model, dtype)
     for module_name, module in model.named_modules():
-        for leaf, buffer in module._buffers.items():
+        for attribute, buffer in module._buffers.items():
             if buffer is not None:
-                name = f"{module_name}.{leaf}".lstrip(".")
-                module._buffers[leaf] = buffer.to(device, dtypes[name])
+                name = f"{module_name}.{attribute}".lstrip(".")
+                module._buffers[attribute] = buffer.to(device, dtypes[name])
 
 
 def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -176,17 +176,17 @@ def matrices_of_layers(model: PreTrainedModel, units: Sequence[Unit]) -> frozens
     three-dimensional stacks of fused experts.
     """
     decayed = decay_parameter_names(model)
-    of_experts = {f"{name}.{leaf}" for name, module in experts_in(model) for leaf in module._parameters}
+    of_experts = {f"{name}.{attribute}" for name, module in experts_in(model) for attribute in module._parameters}
     matrices = set[str]()
     for unit in units:
         if not (unit.is_layer or unit.experts is not None):
             continue
 
         for tensor in unit.layout.trained.tensors:
-            owner, _, leaf = tensor.name.rpartition(".")
+            owner, _, attribute = tensor.name.rpartition(".")
             num_dims = len(tensor.parameter_shape)
             is_stack = tensor.name in of_experts and num_dims == 3
-            is_weight = leaf == "weight" and num_dims == 2
+            is_weight = attribute == "weight" and num_dims == 2
             is_embedding = isinstance(model.get_submodule(owner), nn.Embedding)
             is_matrix = is_stack or (is_weight and not is_embedding)
             if is_matrix and tensor.name in decayed:

@@ -48,8 +48,8 @@ def copied_skeleton(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     memo: dict[int, Any] = {id(parameter): _on_meta(parameter) for parameter in model.parameters()}
     skeleton = _copied(model, memo | hidden.shared)
     for module in skeleton.modules():
-        for leaf, buffer in module._buffers.items():
-            module._buffers[leaf] = None if buffer is None else buffer.to("cpu")
+        for attribute, buffer in module._buffers.items():
+            module._buffers[attribute] = None if buffer is None else buffer.to("cpu")
 
     # A cache of keys and values serves generation alone, and would keep activations alive.
     skeleton.config.use_cache = False
@@ -75,10 +75,10 @@ def _copied(model: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
         # Try the attributes one by one, to name the one that fails. Modules are not copied as parts of each other here.
         apart = memo | {id(module): module for module in model.modules()}
         for name, module in model.named_modules():
-            for leaf, value in vars(module).items():
-                if leaf in TREE:
+            for attribute, value in vars(module).items():
+                if attribute in TREE:
                     continue
-                what = f"{leaf} of {name or type(model).__name__} cannot be copied"
+                what = f"{attribute} of {name or type(model).__name__} cannot be copied"
                 remedy = "Take it out of the model, or write __deepcopy__ for it."
                 with reading(what, UnsupportedModelError, remedy=remedy):
                     copy.deepcopy(value, dict(apart))
