@@ -116,7 +116,7 @@ class BoundModule:
         gradients of inputs."""
         self.dtype = stage.dtypes[unit]
         """The dtype of the compute copy of its weights."""
-        self.carriers = frozenset(tensor.name for tensor in self._tensors_by_name.values() if tensor.stands_for != 1)
+        self.code_parameters = frozenset(name for name, t in self._tensors_by_name.items() if t.stands_for != 1)
         """The names of the parameters whose elements carry codes and scales of a quantised matrix."""
         self._leaves: dict[int, list[Tensor]] = {}
         """Views of the weights, by the address of the slot."""
@@ -286,8 +286,8 @@ class BoundModule:
         num_own = len(self.names)
         numbers = list(weights[num_own:])
         for name, weight in zip(self.names, weights[:num_own], strict=True):
-            # A carrier's bits are codes and scales of a quantised matrix, which may read as NaN.
-            if name not in self.carriers:
+            # Its bits are codes and scales of a quantised matrix, which may read as NaN.
+            if name not in self.code_parameters:
                 numbers.append(weight)
 
         for what, tensors in (("a weight", numbers), ("an output", outputs)):

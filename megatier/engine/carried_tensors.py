@@ -141,7 +141,7 @@ class Arguments:
         """The forms of the positional arguments and of the keyword arguments."""
         self.leaves: list[Any] = walk.leaves
         """The tensors and other values that are not containers, in order."""
-        self.carried = frozenset(walk.inside)
+        self.in_containers = frozenset(walk.inside)
         """The positions of those leaves that lie in containers."""
         self.containers = walk.containers
         """The containers in these forms."""
@@ -236,11 +236,11 @@ class ContainerCopy:
         self.kwargs = {name: maker.value(form) for name, form in arguments.kwargs.items()}
         """The named arguments for the forward."""
         self._versions: dict[int, int] = {}
-        """The version of each carried tensor, by its position."""
+        """The version of each tensor in a container, by its position."""
         self._required: set[int] = set()
         """The positions of tensors that required a gradient before the forward."""
         for position, tensor in self._tensors():
-            if position in arguments.carried:
+            if position in arguments.in_containers:
                 self._versions[position] = tensor._version
             if tensor.requires_grad:
                 self._required.add(position)
@@ -286,7 +286,7 @@ class ContainerCopy:
         return written, tensors
 
     def _check_in_place(self, module_name: str) -> None:
-        """Refuse a forward that changed a carried tensor in place.
+        """Refuse a forward that changed a tensor of a container in place.
 
         Raises:
             UnsupportedModelError: a tensor was changed.

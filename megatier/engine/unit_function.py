@@ -288,7 +288,7 @@ def _offload_input(record: _ForwardRecord, inputs: Sequence[Tensor]) -> list[Ten
     result = list(inputs)
 
     # Tensors in containers stay, since other units read them too. So do weights that are lent.
-    stays = call.arguments.carried
+    stays = call.arguments.in_containers
     own = [i for i, at in enumerate(call.differentiable) if at not in stays and not call.is_lent(at)]
     if node.activations.offloads_input and own:
         largest = max(own, key=lambda i: inputs[i].numel())

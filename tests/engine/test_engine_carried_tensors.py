@@ -207,7 +207,7 @@ def test_container_that_a_forward_only_reads_is_not_written() -> None:
     held = torch.ones(2)
     outside = Strict(kept=(held, 3))
     arguments = Arguments((), {"shared": outside})
-    assert [arguments.leaves[position] for position in sorted(arguments.carried)] == [held, 3]
+    assert [arguments.leaves[position] for position in sorted(arguments.in_containers)] == [held, 3]
     copy = arguments.copy([torch.zeros(2) if torch.is_tensor(x) else x for x in arguments.leaves])
     assert copy.kwargs["shared"]["kept"][0].sum() == 0
     written, tensors = copy.written("probe")
