@@ -31,20 +31,20 @@ PIECE_BYTES = 64 << 20
 class Channel:
     """A channel between the ranks. Every rank has to call the same methods in the same order."""
 
-    def __init__(self, rank: int, size: int, group: ProcessGroup, peers: PeerMonitor) -> None:
+    def __init__(self, rank: int, size: int, process_group: ProcessGroup, peers: PeerMonitor) -> None:
         """Note the place of this process among the ranks.
 
         Args:
             rank: its number.
             size: the number of ranks.
-            group: a group of gloo, for this channel alone.
+            process_group: a group of gloo, for this channel alone.
             peers: knows whether another rank has failed.
         """
         self.rank = rank
         """The number of this rank, from 0."""
         self.size = size
         """The number of ranks."""
-        self._group = group
+        self._process_group = process_group
         self._peers = peers
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -79,7 +79,7 @@ class Channel:
         # earlier one, and it ends processes that receive more bytes than they expect.
         self._peers.check()
         whole = shard.new_empty(self.size * shard.numel())
-        work = all_gather_into(whole, shard, group=self._group, async_op=True)
+        work = all_gather_into(whole, shard, group=self._process_group, async_op=True)
         self.finish(work, self._peers.check)
         return whole
 
@@ -121,7 +121,7 @@ class Channel:
         for piece in torch.frombuffer(content, dtype=torch.uint8).split(PIECE_BYTES):
             # For the reason that `_all_gather` has.
             self._peers.check()
-            work = dist.broadcast(piece, 0, group=self._group, async_op=True)
+            work = dist.broadcast(piece, 0, group=self._process_group, async_op=True)
             self.finish(work, self._peers.check)
         return content
 
@@ -181,7 +181,7 @@ class Channel:
             sent,
             list(output_splits),
             list(input_splits),
-            group=self._group,
+            group=self._process_group,
             async_op=True,
         )
         self.finish(work, self._peers.check)

@@ -45,7 +45,7 @@ class Ranks(Channel):
         size: int,
         local_rank: int,
         local_size: int,
-        groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup],
+        process_groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup],
         watched: Watch,
     ) -> None:
         """Begin to watch the other ranks.
@@ -55,14 +55,14 @@ class Ranks(Channel):
             size: the number of ranks.
             local_rank: the number of this rank among those of its host.
             local_size: the number of ranks of this host.
-            groups: a process group of gloo for the training thread, another one for the queue `checkpoint`, and a group
-                of NCCL or gloo for weights and gradients.
+            process_groups: one of gloo for the training thread, another for the queue `checkpoint`, and one of NCCL or
+                gloo for weights and gradients.
             watched: begins to watch.
         """
         import torch.distributed as dist
 
-        self._groups = groups
-        objects_group, beside, self._data = groups
+        self._process_groups = process_groups
+        objects_group, beside, self._data = process_groups
         self._is_nccl = dist.get_backend(self._data) == "nccl"
         self._is_given_up = False
         self._abort_once = threading.Lock()
@@ -154,7 +154,7 @@ class Ranks(Channel):
         """Share this rank's memory with the other GPUs. Return why they cannot read it; None if they can."""
         peer_copies: PeerCopies | None = None
         try:
-            peer_copies = open_peer_copies(self, self._group, memory, self._check_data)
+            peer_copies = open_peer_copies(self, self._process_group, memory, self._check_data)
             reason = None if peer_copies.try_out() else "a trial of copies between GPUs failed"
         except PeerError:
             raise
@@ -304,11 +304,11 @@ class Ranks(Channel):
 
         # Ranks watch each other until all have come here, because one may still fail.
         self._peers.leave()
-        barrier = dist.barrier(group=self._group, async_op=True)
+        barrier = dist.barrier(group=self._process_group, async_op=True)
         self.finish(barrier, self._peers.check)
         self._peers.end()
-        for group in self._groups:
-            dist.destroy_process_group(group)
+        for process_group in self._process_groups:
+            dist.destroy_process_group(process_group)
 
 
 def _first_line(error: Exception) -> str:

@@ -109,7 +109,7 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
     objects_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
     data = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
-    groups = objects_group, beside, data
+    process_groups = objects_group, beside, data
 
     # Runs may follow each other in one process, so each has a prefix of its own in the store.
     this = Member.here(), secrets.token_hex(8)
@@ -124,8 +124,8 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
     port = int(os.environ["MASTER_PORT"])
     connection = TCPStore(host, port, timeout=STORE_TIMEOUT)
     own_store = PrefixStore(f"megatier {run}", connection)
-    watched = partial(PeerMonitor, own_store, rank, members, groups)
-    return Ranks(rank, size, local_rank, local_size, groups, watched)
+    watched = partial(PeerMonitor, own_store, rank, members, process_groups)
+    return Ranks(rank, size, local_rank, local_size, process_groups, watched)
 
 
 def _open_default_group(backend: str, rank: int, size: int, is_given_up: _native.Latch) -> None:
