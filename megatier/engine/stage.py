@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node as Step
+from torch.autograd.graph import Node as GraphNode
 from torch.autograd.graph import get_gradient_edge
 
 from megatier.compute.compilation import Compilation
@@ -141,7 +141,7 @@ class Stage:
     """Whether all weights are resident, and only forwards without gradients run."""
     model: nn.Module = field(default_factory=nn.Module)
     """The model, in which messages look up how a tensor came into a module."""
-    end: Step = field(init=False)
+    end: GraphNode = field(init=False)
     """The autograd node that accumulates the anchor's gradient."""
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node as Step
+from torch.autograd.graph import Node as GraphNode
 from torch.utils._pytree import tree_leaves
 
 from megatier.errors import UnsupportedModelError
@@ -33,31 +33,36 @@ def note_owner(leaf: Tensor, module_name: str) -> Tensor:
     return leaf
 
 
-def check_inside(module_name: str, outputs: Iterable[Tensor | None], own: Sequence[Tensor], model: nn.Module) -> None:
+def check_inside(
+    module_name: str,
+    outputs: Iterable[Tensor | None],
+    own_leaves: Sequence[Tensor],
+    model: nn.Module,
+) -> None:
     """Check, after a module's forward, that its graph ends in its own leaves.
 
     Args:
         module_name: the module.
         outputs: its outputs, with their graphs.
-        own: the leaves that stand for its inputs and weights.
+        own_leaves: the leaves that stand for its inputs and weights.
         model: the message names the attribute of a module by which a tensor came.
 
     Raises:
         UnsupportedModelError: it computed with another tensor that requires a gradient.
     """
     # By identity, since tensors compare element by element.
-    ours = {id(leaf) for leaf in own}
-    steps = _steps(outputs)
+    own_ids = {id(leaf) for leaf in own_leaves}
+    nodes = _graph_nodes(outputs)
 
-    for leaf in _ends(steps):
-        if id(leaf) in ours:
+    for leaf in _graph_leaves(nodes):
+        if id(leaf) in own_ids:
             continue
 
         maker = getattr(leaf, OWNER, None)
         source = "made outside of it" if maker is None else f"made in the forward of {maker}"
         raise UnsupportedModelError(
             f"{module_name} computes with a tensor that requires a gradient, but is none of its arguments: "
-            f"{_name(model, steps)}, {source}. Its gradient would be lost, so this model cannot be streamed as it is: "
+            f"{_name(model, nodes)}, {source}. Its gradient would be lost, so this model cannot be streamed as it is: "
             "pass the tensor as an argument, or in a container that is one."
         )
 
@@ -81,13 +86,13 @@ class OutputCheck:
         if not self._left:
             return
         self._left -= 1
-        steps = _steps(x for x in tree_leaves(outputs) if torch.is_tensor(x))
+        nodes = _graph_nodes(x for x in tree_leaves(outputs) if torch.is_tensor(x))
 
-        for leaf in _ends(steps):
+        for leaf in _graph_leaves(nodes):
             if (maker := getattr(leaf, OWNER, None)) is not None:
                 raise UnsupportedModelError(
                     f"{type(self._model).__name__} computes with a tensor that {maker} made in its forward and did not "
-                    f"return: {_name(self._model, steps)}. Its gradient would be lost, so this model cannot be "
+                    f"return: {_name(self._model, nodes)}. Its gradient would be lost, so this model cannot be "
                     "streamed as it is: return the tensor, or leave it in a container that is an argument."
                 )
 
@@ -101,35 +106,35 @@ def lost_gradient_error(module_name: str) -> UnsupportedModelError:
     )
 
 
-def _steps(outputs: Iterable[Tensor | None]) -> set[Step]:
-    """Return all steps of the graphs that tensors come from."""
-    seen: set[Step] = set()
+def _graph_nodes(outputs: Iterable[Tensor | None]) -> set[GraphNode]:
+    """Return all nodes of the graphs that tensors come from."""
+    seen: set[GraphNode] = set()
     waiting = [x.grad_fn for x in outputs if x is not None and x.grad_fn is not None]
 
     while waiting:
         # A list and no recursion, since a graph is deeper than Python's stack.
-        step = waiting.pop()
-        if step not in seen:
-            seen.add(step)
-            waiting.extend(before for before, _ in step.next_functions if before is not None)
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(before for before, _ in node.next_functions if before is not None)
 
     return seen
 
 
-def _ends(steps: Iterable[Step]) -> Iterator[Tensor]:
+def _graph_leaves(nodes: Iterable[GraphNode]) -> Iterator[Tensor]:
     """Return the leaves in which a graph ends."""
-    # A graph names a leaf by the step that would add to its gradient.
-    return (step.variable for step in steps if type(step).__name__ == "AccumulateGrad")  # type: ignore[attr-defined]
+    # A graph names a leaf by the node that would add to its gradient.
+    return (node.variable for node in nodes if type(node).__name__ == "AccumulateGrad")  # type: ignore[attr-defined]
 
 
-def _name(model: nn.Module, steps: set[Step]) -> str:
+def _name(model: nn.Module, nodes: set[GraphNode]) -> str:
     """Name the tensor that brought a foreign graph, if a module holds it."""
     for module_name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute in TORCH_ATTRIBUTES or not isinstance(value, list | tuple | dict | Tensor):
                 continue
             for tensor in tree_leaves(value):
-                is_source = torch.is_tensor(tensor) and tensor.grad_fn in steps
+                is_source = torch.is_tensor(tensor) and tensor.grad_fn in nodes
                 if is_source:
                     # The model itself has the empty name, after which a dot would be left in front.
                     return f"{module_name}.{attribute} {tuple(tensor.shape)}".lstrip(".")
