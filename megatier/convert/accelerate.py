@@ -20,15 +20,15 @@ def _precision(made: Conversion, key: str) -> None:
         made.leave(key, "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling", differs=True)
     elif kind == "fp8":
         settings = {"model.compute_dtype": "bf16", "numerics.products": "fp8"}
-        made.carry(key, settings, "scales are taken from the numbers themselves", differs=True)
+        made.set(key, settings, "scales are taken from the numbers themselves", differs=True)
     elif kind is not None:
-        made.carry(key, {"model.compute_dtype": "bf16" if kind == "bf16" else "fp32"})
+        made.set(key, {"model.compute_dtype": "bf16" if kind == "bf16" else "fp32"})
 
 
 def _compilation(made: Conversion, key: str) -> None:
     backend = (made.text(key) or "").lower()
     if backend in ("no", "inductor"):
-        made.carry(key, {"model.compile": backend == "inductor"})
+        made.set(key, {"model.compile": backend == "inductor"})
     made.leave(key, "model.compile takes torch.compile with inductor alone")
 
 
@@ -38,7 +38,7 @@ def _mounts(made: Conversion, key: str) -> None:
     paths = {name: made.text(name) for name in keys if made.raw(name) not in (None, "none", "None")}
     for name in paths:
         mounts = list(dict.fromkeys(paths.values()))
-        made.carry(name, {"tiers.nvme": mounts}, "a mount takes all that is free there unless it has a size")
+        made.set(name, {"tiers.nvme": mounts}, "a mount takes all that is free there unless it has a size")
     for name in keys:
         made.leave(name, "no drive, as here")
 

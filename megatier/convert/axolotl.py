@@ -68,7 +68,7 @@ def _model(made: Conversion, key: str) -> None:
         if made.flag("lora_target_linear"):
             lora["targets"] = [ALL_LINEAR]
         remark = f"needs megatier[lora]; {QUANTISED}" if kind == "qlora" else "needs megatier[lora]"
-        made.carry("adapter", {"model.lora": lora}, remark, differs=kind == "qlora")
+        made.set("adapter", {"model.lora": lora}, remark, differs=kind == "qlora")
     for name in (*_LORA_KEYS.values(), "lora_target_linear"):
         made.agree(name, "see adapter" if kind else "there is no adapter")
 
@@ -81,7 +81,7 @@ def _computing(made: Conversion, key: str) -> None:
 
     # fp16 is mixed precision there too, for which bf16 is used here.
     dtype = "fp32" if is_off and not is_fp16 else "bf16"
-    made.carry(key, {"model.compute_dtype": dtype}, "masters and moments are fp32", differs=is_full)
+    made.set(key, {"model.compute_dtype": dtype}, "masters and moments are fp32", differs=is_full)
 
     asked = [name for name in _ATTENTION if made.flag(name)]
     if len(asked) == 1:
@@ -93,7 +93,7 @@ def _computing(made: Conversion, key: str) -> None:
     for name in (*_ATTENTION, "attn_implementation"):
         is_set = bool(made.raw(name))
         if is_known and is_set:
-            made.carry(name, {"model.attention": given})
+            made.set(name, {"model.attention": given})
         made.leave(name, common.APART, differs=is_set)
 
 
@@ -112,7 +112,7 @@ def _activations(made: Conversion, key: str) -> None:
     policy = "recompute" if value else "keep"
     if isinstance(value, str) and value.startswith("offload"):
         policy = "offload"
-    made.carry(key, {"train.activations": policy})
+    made.set(key, {"train.activations": policy})
 
 
 def _data(made: Conversion, key: str) -> None:
@@ -142,7 +142,7 @@ def _data(made: Conversion, key: str) -> None:
     remarks = [f"not taken: {', '.join(sorted(left))}"] if left else []
     if settings.get("data.chat") == "alpaca":
         remarks.append("turns are written by the chat template, and not by Alpaca's own prompt")
-    made.carry(key, settings, "; ".join(remarks), differs=bool(remarks))
+    made.set(key, settings, "; ".join(remarks), differs=bool(remarks))
 
 
 def _shape(dataset: Mapping[str, Any]) -> dict[str, object] | None:
@@ -209,7 +209,7 @@ def _trackers(made: Conversion, key: str) -> None:
             if made.raw(name):
                 # Each key sets all names, since a later one overrides an earlier one.
                 remark = f"and set {variables[name]} in the environment" if name in variables else ""
-                made.carry(name, {"output.report_to": names}, remark)
+                made.set(name, {"output.report_to": names}, remark)
             made.leave(name, f"nothing is sent to {tracker} unless output.report_to says so")
 
     # These do not enable a tracker, but configure it.

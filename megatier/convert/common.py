@@ -180,8 +180,8 @@ def batches(made: Conversion, key: str, *, batch: int, epochs_key: str, epochs: 
     groups = made.count("gradient_accumulation_steps") or 1
 
     # The file does not say how many devices were used.
-    made.carry(key, {"train.batch": each * groups}, "of one device; several have as many each", differs=True)
-    made.carry("gradient_accumulation_steps", {"train.groups": groups})
+    made.set(key, {"train.batch": each * groups}, "of one device; several have as many each", differs=True)
+    made.set("gradient_accumulation_steps", {"train.groups": groups})
     _length(made, epochs_key, epochs)
 
 
@@ -190,7 +190,7 @@ def _length(made: Conversion, epochs_key: str, epochs: float) -> None:
     # The default of -1 steps means none.
     steps = made.number("max_steps")
     if steps is not None and steps > 0:
-        made.carry("max_steps", {"train.steps": made.count("max_steps")})
+        made.set("max_steps", {"train.steps": made.count("max_steps")})
         made.leave(epochs_key, "max_steps goes before it, as there")
         return
     made.send(epochs_key, "train.epochs", made.number(epochs_key), default=epochs)
@@ -201,15 +201,15 @@ def optimizer(made: Conversion, key: str) -> None:
     """Convert the optimizer, by Hugging Face's name."""
     name = made.text(key)
     if name in PLAIN_ADAMW:
-        made.carry(key, {}, "AdamW, as train.optimizer says")
+        made.set(key, {}, "AdamW, as train.optimizer says")
     elif name in NARROW_ADAMW:
         remark = "train.moments: fp8 has 8 bits too, and has been tried less"
-        made.carry(key, {"train.moments": "bf16"}, remark, differs=True)
+        made.set(key, {"train.moments": "bf16"}, remark, differs=True)
     elif name in _LION:
         remark = "its momentum is in fp32 here" if "8bit" in name else ""
-        made.carry(key, {"train.optimizer": "lion"}, remark, differs=bool(remark))
+        made.set(key, {"train.optimizer": "lion"}, remark, differs=bool(remark))
     elif name == "muon":
-        made.carry(key, {"train.optimizer": "muon"}, "in Moonshot's form", differs=True)
+        made.set(key, {"train.optimizer": "muon"}, "in Moonshot's form", differs=True)
 
     # This does nothing if the key was carried, since it is no longer pending then.
     made.leave(key, f"train.optimizer is {in_words(OPTIMIZER_NAMES)}", differs=True)
@@ -220,19 +220,19 @@ def schedule(made: Conversion, key: str, default: str) -> None:
     name = made.text(key) or default
     least = "lr_scheduler_kwargs.min_lr_rate"
     if name == "cosine_with_min_lr" and made.has(least):
-        made.carry(key, {"train.schedule": "cosine"})
+        made.set(key, {"train.schedule": "cosine"})
         made.send(least, "train.min_learning_rate_ratio", made.number(least))
     elif name in _SCHEDULES:
-        made.carry(key, {"train.schedule": _SCHEDULES[name]})
+        made.set(key, {"train.schedule": _SCHEDULES[name]})
     made.leave(key, "train.schedule is constant, linear, cosine or wsd", differs=True)
 
     # In a config, steps override a ratio.
     warmup = made.count("warmup_steps", 0)
     ratio = made.number("warmup_ratio")
     if not warmup and ratio:
-        made.carry("warmup_ratio", {"train.warmup_ratio": ratio})
+        made.set("warmup_ratio", {"train.warmup_ratio": ratio})
     elif made.has("warmup_steps"):
-        made.carry("warmup_steps", {"train.warmup_steps": warmup or 0})
+        made.set("warmup_steps", {"train.warmup_steps": warmup or 0})
 
 
 def holdout(made: Conversion, key: str) -> None:
@@ -242,7 +242,7 @@ def holdout(made: Conversion, key: str) -> None:
     # A size of 1 or more is a number of documents there.
     is_share = share is not None and 0 <= share < 1
     if is_share:
-        made.carry(key, {"data.holdout_fraction": share})
+        made.set(key, {"data.holdout_fraction": share})
     made.leave(key, "data.holdout_fraction is a share of the documents, below 1", differs=True)
 
 
@@ -255,13 +255,13 @@ def best_model(made: Conversion, key: str, patience: str) -> None:
     why = "set it with train.evaluate_every, which counts steps"
     if made.flag(key):
         if is_evaluated:
-            made.carry(key, {"output.load_best_model_at_end": True})
+            made.set(key, {"output.load_best_model_at_end": True})
         made.leave(key, f"output.load_best_model_at_end: {why}", differs=True)
     made.leave(key, "as here")
 
     count = made.count(patience)
     if count is not None and is_evaluated:
-        made.carry(patience, {"train.early_stopping_patience": count})
+        made.set(patience, {"train.early_stopping_patience": count})
     made.leave(patience, f"train.early_stopping_patience: {why}", differs=count is not None)
 
 
@@ -272,7 +272,7 @@ def trackers(made: Conversion, key: str) -> None:
     others = [name for name in names if name not in TRACKER_NAMES and name != "none"]
     left = f"{', '.join(others)}: there is none of these here; {FIGURES}" if others else ""
     if known:
-        made.carry(key, {"output.report_to": list(dict.fromkeys(known))}, left)
+        made.set(key, {"output.report_to": list(dict.fromkeys(known))}, left)
     made.leave(key, left or FIGURES)
 
 
@@ -280,7 +280,7 @@ def hub(made: Conversion, key: str) -> None:
     """Convert the repository for the model, and whether it is private."""
     repository = made.text(key)
     if repository is not None and re.fullmatch(REPOSITORY, repository):
-        made.carry(key, {"output.push_to_hub": repository})
+        made.set(key, {"output.push_to_hub": repository})
         if made.flag("hub_private_repo") is not None:
-            made.carry("hub_private_repo", {"output.hub_private_repo": made.flag("hub_private_repo")})
+            made.set("hub_private_repo", {"output.hub_private_repo": made.flag("hub_private_repo")})
     made.leave(key, "output.push_to_hub is owner/name")

@@ -141,7 +141,7 @@ class Conversion:
 
     # ------------------------------------------------------------------ findings
 
-    def carry(self, key: str, settings: Mapping[str, object], remark: str = "", *, differs: bool = False) -> None:
+    def set(self, key: str, settings: Mapping[str, object], remark: str = "", *, differs: bool = False) -> None:
         """Carry the key's value over to settings. Without settings, the value is what megatier always does.
 
         If the file lacks the key, the other trainer's default is carried.
@@ -175,7 +175,7 @@ class Conversion:
     def agree(self, key: str, words: str, *, differs: bool = False) -> None:
         """Record that the key's value is what megatier always does. Do nothing if there is no such key."""
         if self.has(key):
-            self.carry(key, {}, words, differs=differs)
+            self.set(key, {}, words, differs=differs)
 
     def leave(self, key: str, why: str, *, differs: bool = False, is_implied: bool = False) -> None:
         """Record that the key has no counterpart. Do nothing if there is no such key, unless it is implied."""
@@ -194,7 +194,7 @@ class Conversion:
             self.default(key, setting)
             return
         carried = default if is_open else value
-        self.carry(key, {setting: carried}, remark, differs=differs)
+        self.set(key, {setting: carried}, remark, differs=differs)
 
     def leave_below(self, section: str, why: str) -> None:
         """Record for all pending keys of a section that they have no counterpart, and that results may differ."""
@@ -254,7 +254,7 @@ def becomes(
 
 def turns_on(settings: Mapping[str, object], remark: str = "") -> Rule:
     """Return the rule of a key that sets these settings if it is true."""
-    return lambda made, key: made.carry(key, settings, remark) if made.flag(key) else None
+    return lambda made, key: made.set(key, settings, remark) if made.flag(key) else None
 
 
 def below(section: str, table: Mapping[str, str]) -> dict[str, str]:

@@ -67,13 +67,13 @@ def _batch(made: Conversion, key: str) -> None:
     # A micro-batch of one GPU fits its memory, so groups keep its size.
     groups = batch // micro if batch and micro else passes
     if batch and made.has(key):
-        made.carry(key, {"train.batch": batch}, "" if whole else "from the other two")
+        made.set(key, {"train.batch": batch}, "" if whole else "from the other two")
     if batch and micro:
         words = f"passes of {micro} sequences, together {batch}"
-        made.carry(of_micro, {"train.batch": batch, "train.groups": groups}, words)
+        made.set(of_micro, {"train.batch": batch, "train.groups": groups}, words)
     if batch and passes:
         remark = "for all GPUs" if micro and batch != micro * passes else ""
-        made.carry(of_passes, {"train.groups": groups}, remark)
+        made.set(of_passes, {"train.groups": groups}, remark)
     elif passes:
         made.leave(of_passes, "the batch is not given: set train.batch, and train.groups to this", differs=True)
 
@@ -93,12 +93,12 @@ def _precision(made: Conversion, key: str) -> None:
         raise ConfigError(f"{made.source}: bf16 and fp16 are both enabled. Disable one of them.")
 
     if given.get(bf16):
-        made.carry(bf16, {"model.compute_dtype": "bf16"})
+        made.set(bf16, {"model.compute_dtype": "bf16"})
     elif given.get(fp16):
         made.leave(fp16, "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling", differs=True)
     elif given and None not in given.values():
         # Both are off, so DeepSpeed computes in fp32.
-        made.carry(next(iter(given)), {"model.compute_dtype": "fp32"}, "neither is on")
+        made.set(next(iter(given)), {"model.compute_dtype": "fp32"}, "neither is on")
 
     # Keys that are still pending say `auto`, or are off.
     for name, words in ((bf16, "model.compute_dtype stays bf16"), (fp16, "there is no fp16 here")):
@@ -115,13 +115,13 @@ def _optimizer(made: Conversion, key: str) -> None:
     decays_apart = made.raw("optimizer.params.adam_w_mode") is not False
     if kind == "muon":
         remark = "in Moonshot's form, whose learning rate is that of AdamW: set train.learning_rate"
-        made.carry(key, {"train.optimizer": "muon"}, remark, differs=True)
+        made.set(key, {"train.optimizer": "muon"}, remark, differs=True)
         momentum = made.number("optimizer.params.momentum")
         made.send("optimizer.params.momentum", "train.momentum", momentum)
         made.leave_below("optimizer", "a setting of another form of Muon")
     elif kind == "lion":
         # DeepSpeed's default beta2 for Lion. Betas in the file are converted later, and override it.
-        made.carry(key, {"train.optimizer": "lion", "train.beta2": 0.99})
+        made.set(key, {"train.optimizer": "lion", "train.beta2": 0.99})
     elif made.raw(key) is not None and (kind not in ("adam", "adamw") or not decays_apart):
         made.leave(key, "AdamW trains instead: set train.learning_rate", differs=True)
         made.leave_below("optimizer", "a setting of another optimizer than AdamW")
@@ -139,7 +139,7 @@ def _betas(made: Conversion, key: str) -> None:
         made.default(key, "train.beta1", "train.beta2")
         return
     beta1, beta2 = betas
-    made.carry(key, {"train.beta1": beta1, "train.beta2": beta2})
+    made.set(key, {"train.beta1": beta1, "train.beta2": beta2})
 
 
 def _is_pair(value: object) -> bool:
@@ -156,7 +156,7 @@ def _schedule(made: Conversion, key: str) -> None:
         made.leave_below("scheduler", "a setting of that schedule")
         return
 
-    made.carry(key, {"train.schedule": _SCHEDULES[kind]})
+    made.set(key, {"train.schedule": _SCHEDULES[kind]})
     params = "scheduler.params."
     becomes("train.steps", Conversion.count)(made, f"{params}total_num_steps")
     # DeepSpeed's default is a logarithmic warm-up.
@@ -164,7 +164,7 @@ def _schedule(made: Conversion, key: str) -> None:
     words = "" if is_linear else "rising in a straight line, not logarithmically"
     becomes("train.warmup_steps", COUNT_FROM_0, None, words, differs=not is_linear)(made, f"{params}warmup_num_steps")
     if is_linear:
-        made.carry(f"{params}warmup_type", {}, "as here")
+        made.set(f"{params}warmup_type", {}, "as here")
     # A carried key is no longer pending, so this only applies to other warm-ups.
     made.leave(f"{params}warmup_type", "the learning rate rises in a straight line", differs=True)
 
@@ -172,7 +172,7 @@ def _schedule(made: Conversion, key: str) -> None:
     becomes("train.learning_rate", Conversion.number, None, words)(made, f"{params}warmup_max_lr")
     for least in (f"{params}warmup_min_lr", f"{params}warmup_min_ratio"):
         if made.number(least) == 0:
-            made.carry(least, {}, "as here")
+            made.set(least, {}, "as here")
         made.leave(least, "the learning rate rises from 0", differs=True)
 
     if kind == "WarmupCosineLR":
@@ -187,7 +187,7 @@ def _tiers(made: Conversion, key: str) -> None:
     if device != "nvme":
         made.leave(f"{key}.nvme_path", f"device is {device or AUTO}, so nothing lies there")
         if device == "cpu":
-            made.carry(f"{key}.device", {}, IN_RAM)
+            made.set(f"{key}.device", {}, IN_RAM)
         return
 
     if path is None:
@@ -195,8 +195,8 @@ def _tiers(made: Conversion, key: str) -> None:
     # Both kinds of state may name the same directory, which is one mount.
     before: Any = made.settings.get("tiers.nvme", ())
     mounts = list(dict.fromkeys([*before, path]))
-    made.carry(f"{key}.nvme_path", {"tiers.nvme": mounts}, "what is free there; DIR:SIZE takes less")
-    made.carry(f"{key}.device", {"tiers.nvme": mounts}, "for what GPU and RAM do not hold")
+    made.set(f"{key}.nvme_path", {"tiers.nvme": mounts}, "what is free there; DIR:SIZE takes less")
+    made.set(f"{key}.device", {"tiers.nvme": mounts}, "for what GPU and RAM do not hold")
 
 
 def _clip(made: Conversion, key: str) -> None:
@@ -207,7 +207,7 @@ def _clip(made: Conversion, key: str) -> None:
 
 def _export(made: Conversion, key: str) -> None:
     if made.flag(key):
-        made.carry(key, {"output.export": True, "output.export_dtype": "bf16"})
+        made.set(key, {"output.export": True, "output.export_dtype": "bf16"})
     made.leave(key, "output.export, on by default, writes the model at the end, layer by layer")
 
 

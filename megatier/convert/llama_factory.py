@@ -48,7 +48,7 @@ def _kind(made: Conversion, key: str) -> None:
     method = made.text("finetuning_type") or "lora"
     if method not in ("full", "lora"):
         raise ConfigError(f"{made.source}: finetuning_type is {method}; megatier trains full or lora.")
-    made.carry(key, {}, "as dataset_info.json describes the records")
+    made.set(key, {}, "as dataset_info.json describes the records")
     if method == "lora":
         _adapters(made)
     # If the key is still pending, there are no adapters, so training is full.
@@ -58,7 +58,7 @@ def _kind(made: Conversion, key: str) -> None:
 def _adapters(made: Conversion) -> None:
     """Convert the settings of LoRA."""
     lora = common.lora_of(made, _LORA_KEYS, rank=8, alpha=None)
-    made.carry("finetuning_type", {"model.lora": lora}, "needs megatier[lora]")
+    made.set("finetuning_type", {"model.lora": lora}, "needs megatier[lora]")
     # One setting of ours covers all of these keys, and each gets a finding.
     for key in _LORA_KEYS.values():
         made.agree(key, "see finetuning_type")
@@ -70,12 +70,12 @@ def _computing(made: Conversion, key: str) -> None:
 
     # fp16 is mixed precision there too, for which bf16 is used here.
     dtype = "bf16" if any(map(made.raw, (key, "pure_bf16", "fp16"))) else "fp32"
-    made.carry(key, {"model.compute_dtype": dtype}, "masters and moments are fp32")
+    made.set(key, {"model.compute_dtype": dtype}, "masters and moments are fp32")
 
     written = made.text("flash_attn") or ""
     attention = _ATTENTION.get(written)
     if attention:
-        made.carry("flash_attn", {"model.attention": attention})
+        made.set("flash_attn", {"model.attention": attention})
     why = common.APART
     made.leave("flash_attn", why, differs=True)
 
@@ -85,28 +85,28 @@ def _data(made: Conversion, key: str) -> None:
     folder = (made.text("dataset_dir") or "data").rstrip("/")
     files = [f"{folder}/dataset_info.json#{name}" for name in common.named(made, key)]
     if files:
-        made.carry(key, {"data.files": files})
+        made.set(key, {"data.files": files})
         made.agree("dataset_dir", "see dataset")
 
     # There it limits each dataset.
     count = made.count("max_samples")
     if count is not None and len(files) < 2:
-        made.carry("max_samples", {"data.max_samples": count})
+        made.set("max_samples", {"data.max_samples": count})
     made.leave("max_samples", "data.max_samples bounds all datasets together", differs=True)
 
 
 def _activations(made: Conversion, key: str) -> None:
     # LLaMA-Factory recomputes activations unless this key is true.
-    made.carry(key, {"train.activations": "keep" if made.flag(key) else "recompute"})
+    made.set(key, {"train.activations": "keep" if made.flag(key) else "recompute"})
 
 
 def _optimizer(made: Conversion, key: str) -> None:
     """Convert the optimizer, which either of two keys names."""
     if made.flag(key):
         remark = "AdamW trains all that is no matrix of a decoder layer, also in vision towers"
-        made.carry(key, {"train.optimizer": "muon"}, remark, differs=True)
+        made.set(key, {"train.optimizer": "muon"}, remark, differs=True)
     elif made.has(key):
-        made.carry(key, {"train.optimizer": "adamw"})
+        made.set(key, {"train.optimizer": "adamw"})
 
     common.optimizer(made, "optim")
 

@@ -50,9 +50,9 @@ def _dataset(made: Conversion, key: str) -> None:
 
     directory = made.text("dataset.dataset_dir") or "data"
     files = {"data.files": [f"{directory}/dataset_info.json#{name}"]}
-    made.carry(key, files)
+    made.set(key, files)
     if made.has("dataset.dataset_dir"):
-        made.carry("dataset.dataset_dir", files)
+        made.set("dataset.dataset_dir", files)
     for other in ("dataset.path", "dataset.query_field", "dataset.response_field"):
         made.leave(other, "dataset.name goes before it, as in MegaTrain")
 
@@ -61,12 +61,12 @@ def _conversations(made: Conversion, path: str) -> None:
     """Convert a folder of Arrow files, with columns named in the config, or `query` and `response`."""
     query = made.text("dataset.query_field") or "query"
     response = made.text("dataset.response_field") or "response"
-    made.carry("dataset.path", {"data.files": [path], "data.chat": "alpaca"})
+    made.set("dataset.path", {"data.files": [path], "data.chat": "alpaca"})
 
     # The names that data.chat: alpaca reads. Others need a dataset_info.json.
     if (query, response) == ("instruction", "output"):
-        made.carry("dataset.query_field", {"data.chat": "alpaca"})
-        made.carry("dataset.response_field", {"data.chat": "alpaca"})
+        made.set("dataset.query_field", {"data.chat": "alpaca"})
+        made.set("dataset.response_field", {"data.chat": "alpaca"})
         return
 
     columns = f'{{"prompt": "{query}", "response": "{response}"}}'
@@ -99,16 +99,16 @@ def _batch(made: Conversion, key: str) -> None:
         of_batch = f"{groups} micro-batches of {batch}"
         of_groups = "their gradients are averaged; MegaTrain's are added up, so its norms are larger"
         of_steps = f"MegaTrain counts micro-batches, {groups} a step"
-    made.carry(key, {"train.batch": batch * groups}, of_batch)
+    made.set(key, {"train.batch": batch * groups}, of_batch)
     if made.has("training.gradient_accumulation_steps"):
-        made.carry("training.gradient_accumulation_steps", {"train.groups": groups}, of_groups, differs=groups > 1)
+        made.set("training.gradient_accumulation_steps", {"train.groups": groups}, of_groups, differs=groups > 1)
 
     # A run shorter than one of our steps still makes one.
-    made.carry("training.num_steps", {"train.steps": max(1, steps // groups)}, of_steps)
+    made.set("training.num_steps", {"train.steps": max(1, steps // groups)}, of_steps)
 
 
 def _activations(made: Conversion, key: str) -> None:
-    made.carry(key, {"train.activations": "recompute"}, "every layer's input is kept, not each n-th")
+    made.set(key, {"train.activations": "recompute"}, "every layer's input is kept, not each n-th")
 
 
 def _rate(made: Conversion, key: str) -> None:
@@ -118,7 +118,7 @@ def _rate(made: Conversion, key: str) -> None:
         "train.learning_rate": 1e-5 if rate is None else rate,
         "train.schedule": "constant",
     }
-    made.carry(key, settings)
+    made.set(key, settings)
 
 
 def _optimizer(made: Conversion, key: str) -> None:
