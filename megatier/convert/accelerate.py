@@ -13,34 +13,36 @@ _FSDP = "fsdp_config"
 _NOT_THERE = "there is nothing like it here"
 
 
-def _precision(made: Conversion, key: str) -> None:
+def _precision(conversion: Conversion, key: str) -> None:
     # YAML reads an unquoted `no` as false.
-    kind = "no" if made.raw(key) is False else made.text(key, "no", "bf16", "fp16", "fp8")
+    kind = "no" if conversion.raw(key) is False else conversion.text(key, "no", "bf16", "fp16", "fp8")
     if kind == "fp16":
-        made.leave(key, "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling", differs=True)
+        conversion.leave(
+            key, "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling", differs=True
+        )
     elif kind == "fp8":
         settings = {"model.compute_dtype": "bf16", "numerics.products": "fp8"}
-        made.set(key, settings, "scales are taken from the numbers themselves", differs=True)
+        conversion.set(key, settings, "scales are taken from the numbers themselves", differs=True)
     elif kind is not None:
-        made.set(key, {"model.compute_dtype": "bf16" if kind == "bf16" else "fp32"})
+        conversion.set(key, {"model.compute_dtype": "bf16" if kind == "bf16" else "fp32"})
 
 
-def _compilation(made: Conversion, key: str) -> None:
-    backend = (made.text(key) or "").lower()
+def _compilation(conversion: Conversion, key: str) -> None:
+    backend = (conversion.text(key) or "").lower()
     if backend in ("no", "inductor"):
-        made.set(key, {"model.compile": backend == "inductor"})
-    made.leave(key, "model.compile takes torch.compile with inductor alone")
+        conversion.set(key, {"model.compile": backend == "inductor"})
+    conversion.leave(key, "model.compile takes torch.compile with inductor alone")
 
 
-def _mounts(made: Conversion, key: str) -> None:
+def _mounts(conversion: Conversion, key: str) -> None:
     # Optimizer and parameters may lie on different drives, and `none` means no path.
     keys = (key, f"{_DEEPSPEED}.offload_param_nvme_path")
-    paths = {name: made.text(name) for name in keys if made.raw(name) not in (None, "none", "None")}
+    paths = {name: conversion.text(name) for name in keys if conversion.raw(name) not in (None, "none", "None")}
     for name in paths:
         mounts = list(dict.fromkeys(paths.values()))
-        made.set(name, {"tiers.nvme": mounts}, "a mount takes all that is free there unless it has a size")
+        conversion.set(name, {"tiers.nvme": mounts}, "a mount takes all that is free there unless it has a size")
     for name in keys:
-        made.leave(name, "no drive, as here")
+        conversion.leave(name, "no drive, as here")
 
 
 _RULES = {

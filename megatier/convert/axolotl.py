@@ -47,79 +47,79 @@ OBJECTIVES = ("rl", "reward_model", "process_reward_model")
 _ATTENTION = {"sdp_attention": "sdpa", "eager_attention": "eager", "flex_attention": "flex_attention"}
 
 
-def _model(made: Conversion, key: str) -> None:
+def _model(conversion: Conversion, key: str) -> None:
     """Refuse other objectives, and convert model and adapters."""
     for name in OBJECTIVES:
-        if made.raw(name):
+        if conversion.raw(name):
             raise ConfigError(
-                f"{made.source}: {name} is set; `megatier train` does supervised training alone. Preferences run with "
-                "StreamedTrl (docs/trainers.md)."
+                f"{conversion.source}: {name} is set; `megatier train` does supervised training alone. Preferences run "
+                "with StreamedTrl (docs/trainers.md)."
             )
-        made.leave(name, "off, as here")
-    made.send(key, "model.path", made.text(key))
+        conversion.leave(name, "off, as here")
+    conversion.send(key, "model.path", conversion.text(key))
 
-    kind = made.text("adapter")
+    kind = conversion.text("adapter")
     if kind not in (None, "lora", "qlora"):
-        raise ConfigError(f"{made.source}: adapter is {kind}; megatier trains lora, or the whole model.")
+        raise ConfigError(f"{conversion.source}: adapter is {kind}; megatier trains lora, or the whole model.")
     if kind is not None:
         # One setting of ours covers all of these keys, and each gets a finding. Alpha's default is PEFT's.
-        lora = common.lora_of(made, _LORA_KEYS, rank=8, alpha=8.0)
+        lora = common.lora_of(conversion, _LORA_KEYS, rank=8, alpha=8.0)
         # Axolotl adds all linear layers to those that are named.
-        if made.flag("lora_target_linear"):
+        if conversion.flag("lora_target_linear"):
             lora["targets"] = [ALL_LINEAR]
         remark = f"needs megatier[lora]; {QUANTISED}" if kind == "qlora" else "needs megatier[lora]"
-        made.set("adapter", {"model.lora": lora}, remark, differs=kind == "qlora")
+        conversion.set("adapter", {"model.lora": lora}, remark, differs=kind == "qlora")
     for name in (*_LORA_KEYS.values(), "lora_target_linear"):
-        made.agree(name, "see adapter" if kind else "there is no adapter")
+        conversion.agree(name, "see adapter" if kind else "there is no adapter")
 
 
-def _computing(made: Conversion, key: str) -> None:
+def _computing(conversion: Conversion, key: str) -> None:
     # `auto` is Axolotl's default and means bf16 where supported. `full` also makes weights and moments bf16.
-    is_full = made.raw(key) == "full"
-    is_off = not is_full and made.flag(key) is False
-    is_fp16 = bool(made.raw("fp16"))
+    is_full = conversion.raw(key) == "full"
+    is_off = not is_full and conversion.flag(key) is False
+    is_fp16 = bool(conversion.raw("fp16"))
 
     # fp16 is mixed precision there too, for which bf16 is used here.
     dtype = "fp32" if is_off and not is_fp16 else "bf16"
-    made.set(key, {"model.compute_dtype": dtype}, "masters and moments are fp32", differs=is_full)
+    conversion.set(key, {"model.compute_dtype": dtype}, "masters and moments are fp32", differs=is_full)
 
-    asked = [name for name in _ATTENTION if made.flag(name)]
+    asked = [name for name in _ATTENTION if conversion.flag(name)]
     if len(asked) == 1:
         given: str | None = _ATTENTION[asked[0]]
     else:
-        given = made.text("attn_implementation")
+        given = conversion.text("attn_implementation")
 
     is_known = given in _ATTENTION.values()
     for name in (*_ATTENTION, "attn_implementation"):
-        is_set = bool(made.raw(name))
+        is_set = bool(conversion.raw(name))
         if is_known and is_set:
-            made.set(name, {"model.attention": given})
-        made.leave(name, common.APART, differs=is_set)
+            conversion.set(name, {"model.attention": given})
+        conversion.leave(name, common.APART, differs=is_set)
 
 
-def _warmup(made: Conversion, key: str) -> None:
-    is_given = made.has("warmup_steps") or made.has("warmup_ratio")
-    common.schedule(made, key, default="cosine")
+def _warmup(conversion: Conversion, key: str) -> None:
+    is_given = conversion.has("warmup_steps") or conversion.has("warmup_ratio")
+    common.schedule(conversion, key, default="cosine")
     if not is_given:
         why = "Axolotl warms up for 3 % of the steps, and at most 100: set train.warmup_steps or train.warmup_ratio"
-        made.leave("warmup_steps", why, differs=True, is_implied=True)
+        conversion.leave("warmup_steps", why, differs=True, is_implied=True)
 
 
-def _activations(made: Conversion, key: str) -> None:
-    value = made.raw(key)
+def _activations(conversion: Conversion, key: str) -> None:
+    value = conversion.raw(key)
 
     # Besides true and false, Axolotl has the values offload and offload_disk.
     policy = "recompute" if value else "keep"
     if isinstance(value, str) and value.startswith("offload"):
         policy = "offload"
-    made.set(key, {"train.activations": policy})
+    conversion.set(key, {"train.activations": policy})
 
 
-def _data(made: Conversion, key: str) -> None:
+def _data(conversion: Conversion, key: str) -> None:
     """Convert the datasets if they are files of one format, or one dataset of the hub."""
-    datasets = made.raw(key)
+    datasets = conversion.raw(key)
     if not isinstance(datasets, list) or not datasets or not all(isinstance(each, dict) for each in datasets):
-        made.leave(key, "set data.files or data.dataset", differs=True)
+        conversion.leave(key, "set data.files or data.dataset", differs=True)
         return
 
     shapes = [_shape(each) for each in datasets]
@@ -129,7 +129,7 @@ def _data(made: Conversion, key: str) -> None:
     # One `data.chat` applies to all files of a run.
     if None in shapes or any(shape != shapes[0] for shape in shapes) or not (is_one or all(are_files)):
         why = "set data.files and data.chat by hand: datasets are files of one shape here, or one dataset of the hub"
-        made.leave(key, why, differs=True)
+        conversion.leave(key, why, differs=True)
         return
 
     settings: dict[str, object] = dict(shapes[0] or {})
@@ -142,7 +142,7 @@ def _data(made: Conversion, key: str) -> None:
     remarks = [f"not taken: {', '.join(sorted(left))}"] if left else []
     if settings.get("data.chat") == "alpaca":
         remarks.append("turns are written by the chat template, and not by Alpaca's own prompt")
-    made.set(key, settings, "; ".join(remarks), differs=bool(remarks))
+    conversion.set(key, settings, "; ".join(remarks), differs=bool(remarks))
 
 
 def _shape(dataset: Mapping[str, Any]) -> dict[str, object] | None:
@@ -187,7 +187,7 @@ def _is_taken(name: str, value: object, read: set[str]) -> bool:
     return name in read or value is None or USUAL.get(name) == value
 
 
-def _trackers(made: Conversion, key: str) -> None:
+def _trackers(conversion: Conversion, key: str) -> None:
     """Convert Axolotl's keys for trackers."""
     asked = {
         "wandb": ("wandb_project", "use_wandb"),
@@ -195,7 +195,7 @@ def _trackers(made: Conversion, key: str) -> None:
         "trackio": ("trackio_project_name", "use_trackio"),
         "tensorboard": ("use_tensorboard",),
     }
-    names = [tracker for tracker, keys in asked.items() if any(map(made.raw, keys))]
+    names = [tracker for tracker, keys in asked.items() if any(map(conversion.raw, keys))]
     variables = {
         "wandb_project": "WANDB_PROJECT",
         "wandb_entity": "WANDB_ENTITY",
@@ -206,15 +206,15 @@ def _trackers(made: Conversion, key: str) -> None:
     }
     for tracker, keys in asked.items():
         for name in keys:
-            if made.raw(name):
+            if conversion.raw(name):
                 # Each key sets all names, since a later one overrides an earlier one.
                 remark = f"and set {variables[name]} in the environment" if name in variables else ""
-                made.set(name, {"output.report_to": names}, remark)
-            made.leave(name, f"nothing is sent to {tracker} unless output.report_to says so")
+                conversion.set(name, {"output.report_to": names}, remark)
+            conversion.leave(name, f"nothing is sent to {tracker} unless output.report_to says so")
 
     # These do not enable a tracker, but configure it.
     for name in ("wandb_entity", "wandb_mode"):
-        made.leave(name, f"set {variables[name]} in the environment")
+        conversion.leave(name, f"set {variables[name]} in the environment")
 
 
 _RULES: Mapping[str, Rule] = {

@@ -17,22 +17,22 @@ from megatier.errors import ConfigError
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
 
-def _every(made: Conversion, key: str) -> int | None:
+def _every(conversion: Conversion, key: str) -> int | None:
     """Return an interval in steps. Below 1 it is a share of all steps, as in the Trainer.
 
     Raises:
         ConfigError: the file does not say how many steps there are.
     """
-    share = made.number(key)
+    share = conversion.number(key)
     if share is None or not 0 < share < 1:
-        return made.count(key)
+        return conversion.count(key)
 
     # If the rule for steps ran first, it has already converted the key.
-    steps = made.settings.get("train.steps") or made.number("max_steps")
+    steps = conversion.settings.get("train.steps") or conversion.number("max_steps")
     if not isinstance(steps, int | float) or steps <= 0:
         raise ConfigError(
-            f"{made.source}: {key} is {share}, a share of all steps, and how many there are is known only once the "
-            "data are read. Set max_steps there, or a whole number of steps here."
+            f"{conversion.source}: {key} is {share}, a share of all steps, and how many there are is known only once "
+            "the data are read. Set max_steps there, or a whole number of steps here."
         )
 
     # Rounded up, as in the Trainer.
@@ -126,161 +126,161 @@ def if_on(table: Mapping[str, str]) -> dict[str, Rule]:
     return {key: partial(_leave_if_on, why=why) for key, why in table.items()}
 
 
-def _leave_if_on(made: Conversion, key: str, why: str) -> None:
-    is_on = bool(made.raw(key))
-    made.leave(key, why, differs=is_on)
+def _leave_if_on(conversion: Conversion, key: str, why: str) -> None:
+    is_on = bool(conversion.raw(key))
+    conversion.leave(key, why, differs=is_on)
 
 
-def named(made: Conversion, key: str) -> list[str]:
+def named(conversion: Conversion, key: str) -> list[str]:
     """Return names from a list, or from comma-separated text."""
-    value = made.raw(key)
+    value = conversion.raw(key)
     if not isinstance(value, list):
-        value = (made.text(key) or "").split(",")
-    words = [str(word).strip() for word in value]
-    return [word for word in words if word]
+        value = (conversion.text(key) or "").split(",")
+    names = [str(word).strip() for word in value]
+    return [word for word in names if word]
 
 
-def lora_of(made: Conversion, keys: Mapping[str, str], rank: int, alpha: float | None) -> dict[str, object]:
+def lora_of(conversion: Conversion, keys: Mapping[str, str], rank: int, alpha: float | None) -> dict[str, object]:
     """Return the settings of adapters.
 
     Args:
-        made: the conversion.
+        conversion: the settings and findings so far.
         keys: the trainer's keys by the names of the settings.
         rank: its default rank.
         alpha: its default alpha; None: twice the rank.
     """
-    rank = made.count(keys["rank"]) or rank
-    given = made.number(keys["alpha"])
+    rank = conversion.count(keys["rank"]) or rank
+    given = conversion.number(keys["alpha"])
     default = 2 * rank if alpha is None else alpha
 
     # PEFT's words, except the one for all linear layers.
-    targets = named(made, keys["targets"]) or ["all"]
+    targets = named(conversion, keys["targets"]) or ["all"]
     return {
         "rank": rank,
         "alpha": default if given is None else given,
-        "dropout": made.number(keys["dropout"]) or 0.0,
+        "dropout": conversion.number(keys["dropout"]) or 0.0,
         "targets": [ALL_LINEAR] if targets in (["all"], [ALL_LINEAR]) else targets,
-        "rslora": made.flag(keys["rslora"]) or False,
-        "dora": made.flag(keys["dora"]) or False,
-        "modules_to_save": named(made, keys["modules_to_save"]),
+        "rslora": conversion.flag(keys["rslora"]) or False,
+        "dora": conversion.flag(keys["dora"]) or False,
+        "modules_to_save": named(conversion, keys["modules_to_save"]),
     }
 
 
-def batches(made: Conversion, key: str, *, batch: int, epochs_key: str, epochs: float) -> None:
+def batches(conversion: Conversion, key: str, *, batch: int, epochs_key: str, epochs: float) -> None:
     """Convert the batch size and the number of steps.
 
     Args:
-        made: the conversion.
+        conversion: the settings and findings so far.
         key: the trainer's key for sequences per device and micro-batch.
         batch: its default.
         epochs_key: the trainer's key for epochs.
         epochs: its default.
     """
-    each = made.count(key) or batch
-    groups = made.count("gradient_accumulation_steps") or 1
+    each = conversion.count(key) or batch
+    groups = conversion.count("gradient_accumulation_steps") or 1
 
     # The file does not say how many devices were used.
-    made.set(key, {"train.batch": each * groups}, "of one device; several have as many each", differs=True)
-    made.set("gradient_accumulation_steps", {"train.groups": groups})
-    _length(made, epochs_key, epochs)
+    conversion.set(key, {"train.batch": each * groups}, "of one device; several have as many each", differs=True)
+    conversion.set("gradient_accumulation_steps", {"train.groups": groups})
+    _length(conversion, epochs_key, epochs)
 
 
-def _length(made: Conversion, epochs_key: str, epochs: float) -> None:
+def _length(conversion: Conversion, epochs_key: str, epochs: float) -> None:
     """Convert the length of the run. Steps take precedence over epochs, which have a default."""
     # The default of -1 steps means none.
-    steps = made.number("max_steps")
+    steps = conversion.number("max_steps")
     if steps is not None and steps > 0:
-        made.set("max_steps", {"train.steps": made.count("max_steps")})
-        made.leave(epochs_key, "max_steps goes before it, as there")
+        conversion.set("max_steps", {"train.steps": conversion.count("max_steps")})
+        conversion.leave(epochs_key, "max_steps goes before it, as there")
         return
-    made.send(epochs_key, "train.epochs", made.number(epochs_key), default=epochs)
-    made.agree("max_steps", "none, as there")
+    conversion.send(epochs_key, "train.epochs", conversion.number(epochs_key), default=epochs)
+    conversion.agree("max_steps", "none, as there")
 
 
-def optimizer(made: Conversion, key: str) -> None:
+def optimizer(conversion: Conversion, key: str) -> None:
     """Convert the optimizer, by Hugging Face's name."""
-    name = made.text(key)
+    name = conversion.text(key)
     if name in PLAIN_ADAMW:
-        made.set(key, {}, "AdamW, as train.optimizer says")
+        conversion.set(key, {}, "AdamW, as train.optimizer says")
     elif name in NARROW_ADAMW:
         remark = "train.moments: fp8 has 8 bits too, and has been tried less"
-        made.set(key, {"train.moments": "bf16"}, remark, differs=True)
+        conversion.set(key, {"train.moments": "bf16"}, remark, differs=True)
     elif name in _LION:
         remark = "its momentum is in fp32 here" if "8bit" in name else ""
-        made.set(key, {"train.optimizer": "lion"}, remark, differs=bool(remark))
+        conversion.set(key, {"train.optimizer": "lion"}, remark, differs=bool(remark))
     elif name == "muon":
-        made.set(key, {"train.optimizer": "muon"}, "in Moonshot's form", differs=True)
+        conversion.set(key, {"train.optimizer": "muon"}, "in Moonshot's form", differs=True)
 
     # This does nothing if the key was carried, since it is no longer pending then.
-    made.leave(key, f"train.optimizer is {in_words(OPTIMIZER_NAMES)}", differs=True)
+    conversion.leave(key, f"train.optimizer is {in_words(OPTIMIZER_NAMES)}", differs=True)
 
 
-def schedule(made: Conversion, key: str, default: str) -> None:
+def schedule(conversion: Conversion, key: str, default: str) -> None:
     """Convert the schedule and its warm-up."""
-    name = made.text(key) or default
+    name = conversion.text(key) or default
     least = "lr_scheduler_kwargs.min_lr_rate"
-    if name == "cosine_with_min_lr" and made.has(least):
-        made.set(key, {"train.schedule": "cosine"})
-        made.send(least, "train.min_learning_rate_ratio", made.number(least))
+    if name == "cosine_with_min_lr" and conversion.has(least):
+        conversion.set(key, {"train.schedule": "cosine"})
+        conversion.send(least, "train.min_learning_rate_ratio", conversion.number(least))
     elif name in _SCHEDULES:
-        made.set(key, {"train.schedule": _SCHEDULES[name]})
-    made.leave(key, "train.schedule is constant, linear, cosine or wsd", differs=True)
+        conversion.set(key, {"train.schedule": _SCHEDULES[name]})
+    conversion.leave(key, "train.schedule is constant, linear, cosine or wsd", differs=True)
 
     # In a config, steps override a ratio.
-    warmup = made.count("warmup_steps", 0)
-    ratio = made.number("warmup_ratio")
+    warmup = conversion.count("warmup_steps", 0)
+    ratio = conversion.number("warmup_ratio")
     if not warmup and ratio:
-        made.set("warmup_ratio", {"train.warmup_ratio": ratio})
-    elif made.has("warmup_steps"):
-        made.set("warmup_steps", {"train.warmup_steps": warmup or 0})
+        conversion.set("warmup_ratio", {"train.warmup_ratio": ratio})
+    elif conversion.has("warmup_steps"):
+        conversion.set("warmup_steps", {"train.warmup_steps": warmup or 0})
 
 
-def holdout(made: Conversion, key: str) -> None:
+def holdout(conversion: Conversion, key: str) -> None:
     """Convert the share of held-out documents. Without the key none are."""
-    share = made.number(key) if made.has(key) else 0.0
+    share = conversion.number(key) if conversion.has(key) else 0.0
 
     # A size of 1 or more is a number of documents there.
     is_share = share is not None and 0 <= share < 1
     if is_share:
-        made.set(key, {"data.holdout_fraction": share})
-    made.leave(key, "data.holdout_fraction is a share of the documents, below 1", differs=True)
+        conversion.set(key, {"data.holdout_fraction": share})
+    conversion.leave(key, "data.holdout_fraction is a share of the documents, below 1", differs=True)
 
 
-def best_model(made: Conversion, key: str, patience: str) -> None:
+def best_model(conversion: Conversion, key: str, patience: str) -> None:
     """Convert the request for the best model, and early stopping.
 
     Both depend on evaluations during training, which `eval_steps` has set by now.
     """
-    is_evaluated = "train.evaluate_every" in made.settings
+    is_evaluated = "train.evaluate_every" in conversion.settings
     why = "set it with train.evaluate_every, which counts steps"
-    if made.flag(key):
+    if conversion.flag(key):
         if is_evaluated:
-            made.set(key, {"output.load_best_model_at_end": True})
-        made.leave(key, f"output.load_best_model_at_end: {why}", differs=True)
-    made.leave(key, "as here")
+            conversion.set(key, {"output.load_best_model_at_end": True})
+        conversion.leave(key, f"output.load_best_model_at_end: {why}", differs=True)
+    conversion.leave(key, "as here")
 
-    count = made.count(patience)
+    count = conversion.count(patience)
     if count is not None and is_evaluated:
-        made.set(patience, {"train.early_stopping_patience": count})
-    made.leave(patience, f"train.early_stopping_patience: {why}", differs=count is not None)
+        conversion.set(patience, {"train.early_stopping_patience": count})
+    conversion.leave(patience, f"train.early_stopping_patience: {why}", differs=count is not None)
 
 
-def trackers(made: Conversion, key: str) -> None:
+def trackers(conversion: Conversion, key: str) -> None:
     """Convert the trackers that a run reports to."""
-    names = named(made, key)
+    names = named(conversion, key)
     known = [name for name in names if name in TRACKER_NAMES]
     others = [name for name in names if name not in TRACKER_NAMES and name != "none"]
     left = f"{', '.join(others)}: there is none of these here; {FIGURES}" if others else ""
     if known:
-        made.set(key, {"output.report_to": list(dict.fromkeys(known))}, left)
-    made.leave(key, left or FIGURES)
+        conversion.set(key, {"output.report_to": list(dict.fromkeys(known))}, left)
+    conversion.leave(key, left or FIGURES)
 
 
-def hub(made: Conversion, key: str) -> None:
+def hub(conversion: Conversion, key: str) -> None:
     """Convert the repository for the model, and whether it is private."""
-    repository = made.text(key)
+    repository = conversion.text(key)
     if repository is not None and re.fullmatch(REPOSITORY, repository):
-        made.set(key, {"output.push_to_hub": repository})
-        if made.flag("hub_private_repo") is not None:
-            made.set("hub_private_repo", {"output.hub_private_repo": made.flag("hub_private_repo")})
-    made.leave(key, "output.push_to_hub is owner/name")
+        conversion.set(key, {"output.push_to_hub": repository})
+        if conversion.flag("hub_private_repo") is not None:
+            conversion.set("hub_private_repo", {"output.hub_private_repo": conversion.flag("hub_private_repo")})
+    conversion.leave(key, "output.push_to_hub is owner/name")

@@ -34,7 +34,7 @@ class Finding:
     """Its value in the file."""
     outcome: KeyOutcome
     """Whether it was carried over to our settings, left them at their default, or has no counterpart."""
-    words: str
+    explanation: str
     """The resulting settings, the default that applies, or why there is no counterpart."""
     differs: bool
     """Whether the new run's results may differ from the other trainer's because of this key."""
@@ -42,7 +42,7 @@ class Finding:
     def __str__(self) -> str:
         """Return the finding as one line."""
         arrow = "->" if self.outcome == "carried" else "-"
-        return f"{_written(self.key)}: {self.value} {arrow} {self.words}"
+        return f"{_written(self.key)}: {self.value} {arrow} {self.explanation}"
 
 
 class Conversion:
@@ -155,27 +155,27 @@ class Conversion:
         carried = ", ".join(assigned)
 
         # Either may be empty: what megatier always does has no setting, and most settings need no remark.
-        words = "; ".join(filter(None, (carried, remark)))
-        self._found(key, "carried", words, differs=differs)
+        explanation = "; ".join(filter(None, (carried, remark)))
+        self._found(key, "carried", explanation, differs=differs)
 
     def default(self, key: str, *settings: str) -> None:
         """Leave the settings at their defaults if the key says `auto` or null. Do nothing if there is no such key."""
         if not self.has(key):
             return
-        words = []
+        explanation = []
         for setting in settings:
             section, _, name = setting.partition(".")
             value = CONFIG_SECTIONS[section].__dataclass_fields__[name].default
-            words.append(f"{setting} stays at its default, {_written(value)}")
+            explanation.append(f"{setting} stays at its default, {_written(value)}")
 
         # Hugging Face or the other trainer might use another value.
         differs = any(name.startswith(NUMERIC) for name in settings)
-        self._found(key, "default", "; ".join(words), differs=differs)
+        self._found(key, "default", "; ".join(explanation), differs=differs)
 
-    def agree(self, key: str, words: str, *, differs: bool = False) -> None:
+    def agree(self, key: str, remark: str, *, differs: bool = False) -> None:
         """Record that the key's value is what megatier always does. Do nothing if there is no such key."""
         if self.has(key):
-            self.set(key, {}, words, differs=differs)
+            self.set(key, {}, remark, differs=differs)
 
     def leave(self, key: str, why: str, *, differs: bool = False, is_implied: bool = False) -> None:
         """Record that the key has no counterpart. Do nothing if there is no such key, unless it is implied."""
@@ -226,12 +226,12 @@ class Conversion:
             # An unknown key is assumed to affect results.
             self.leave(key, why, differs=name not in reasons)
 
-    def _found(self, key: str, outcome: KeyOutcome, words: str, *, differs: bool) -> None:
+    def _found(self, key: str, outcome: KeyOutcome, explanation: str, *, differs: bool) -> None:
         # Removed from the pending keys, so that each key has one finding.
         value = "(not given)"
         if key in self._waiting:
             value = _written(self._waiting.pop(key))
-        self.findings.append(Finding(key=key, value=value, outcome=outcome, words=words, differs=differs))
+        self.findings.append(Finding(key=key, value=value, outcome=outcome, explanation=explanation, differs=differs))
 
 
 Rule = Callable[[Conversion, str], None]
@@ -249,12 +249,14 @@ def becomes(
     differs: bool = False,
 ) -> Rule:
     """Return the rule of a key that corresponds to one setting; see `Conversion.send`."""
-    return lambda made, key: made.send(key, setting, read(made, key), remark, default=default, differs=differs)
+    return lambda conversion, key: conversion.send(
+        key, setting, read(conversion, key), remark, default=default, differs=differs
+    )
 
 
 def turns_on(settings: Mapping[str, object], remark: str = "") -> Rule:
     """Return the rule of a key that sets these settings if it is true."""
-    return lambda made, key: made.set(key, settings, remark) if made.flag(key) else None
+    return lambda conversion, key: conversion.set(key, settings, remark) if conversion.flag(key) else None
 
 
 def below(section: str, table: Mapping[str, str]) -> dict[str, str]:

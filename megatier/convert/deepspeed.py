@@ -42,7 +42,7 @@ NO_SCALING = "bf16 needs no loss scaling; numerics.guard leaves steps out that a
 FP32_STATE = "masters are always fp32, and so are moments unless train.moments says bf16"
 
 
-def _batch(made: Conversion, key: str) -> None:
+def _batch(conversion: Conversion, key: str) -> None:
     """Convert the three batch sizes.
 
     A group has as many sequences as one GPU's micro-batch. DeepSpeed's rule is train_batch_size =
@@ -51,14 +51,15 @@ def _batch(made: Conversion, key: str) -> None:
     """
     of_micro = "train_micro_batch_size_per_gpu"
     of_passes = "gradient_accumulation_steps"
-    whole = made.count(key)
-    micro = made.count(of_micro)
-    passes = made.count(of_passes)
+    whole = conversion.count(key)
+    micro = conversion.count(of_micro)
+    passes = conversion.count(of_passes)
     # The file does not say how many GPUs were used, so any whole number is accepted.
     if whole and whole % ((micro or 1) * (passes or 1)):
         raise ConfigError(
-            f"{made.source}: train_batch_size is {whole}, no multiple of train_micro_batch_size_per_gpu ({micro or 1}) "
-            f"times gradient_accumulation_steps ({passes or 1}). Change one of them."
+            f"{conversion.source}: train_batch_size is {whole}, no multiple of "
+            f"train_micro_batch_size_per_gpu ({micro or 1}) times "
+            f"gradient_accumulation_steps ({passes or 1}). Change one of them."
         )
 
     # Without the whole batch, one GPU is assumed.
@@ -66,149 +67,153 @@ def _batch(made: Conversion, key: str) -> None:
 
     # A micro-batch of one GPU fits its memory, so groups keep its size.
     groups = batch // micro if batch and micro else passes
-    if batch and made.has(key):
-        made.set(key, {"train.batch": batch}, "" if whole else "from the other two")
+    if batch and conversion.has(key):
+        conversion.set(key, {"train.batch": batch}, "" if whole else "from the other two")
     if batch and micro:
-        words = f"passes of {micro} sequences, together {batch}"
-        made.set(of_micro, {"train.batch": batch, "train.groups": groups}, words)
+        remark = f"passes of {micro} sequences, together {batch}"
+        conversion.set(of_micro, {"train.batch": batch, "train.groups": groups}, remark)
     if batch and passes:
         remark = "for all GPUs" if micro and batch != micro * passes else ""
-        made.set(of_passes, {"train.groups": groups}, remark)
+        conversion.set(of_passes, {"train.groups": groups}, remark)
     elif passes:
-        made.leave(of_passes, "the batch is not given: set train.batch, and train.groups to this", differs=True)
+        conversion.leave(of_passes, "the batch is not given: set train.batch, and train.groups to this", differs=True)
 
     # Keys that are still pending say `auto`.
-    made.send(key, "train.batch", None)
-    made.send(of_micro, "train.groups" if batch else "train.batch", None)
-    made.send(of_passes, "train.groups", None)
+    conversion.send(key, "train.batch", None)
+    conversion.send(of_micro, "train.groups" if batch else "train.batch", None)
+    conversion.send(of_passes, "train.groups", None)
 
 
-def _precision(made: Conversion, key: str) -> None:
+def _precision(conversion: Conversion, key: str) -> None:
     """Convert bf16 and fp16. With `auto` it is open which of them is on, so nothing follows."""
     # The name in older versions, which DeepSpeed still reads.
-    bf16 = "bfloat16.enabled" if made.has("bfloat16.enabled") else key
+    bf16 = "bfloat16.enabled" if conversion.has("bfloat16.enabled") else key
     fp16 = "fp16.enabled"
-    given = {name: made.flag(name) for name in (bf16, fp16) if made.has(name)}
+    given = {name: conversion.flag(name) for name in (bf16, fp16) if conversion.has(name)}
     if all(given.get(name) for name in (bf16, fp16)):
-        raise ConfigError(f"{made.source}: bf16 and fp16 are both enabled. Disable one of them.")
+        raise ConfigError(f"{conversion.source}: bf16 and fp16 are both enabled. Disable one of them.")
 
     if given.get(bf16):
-        made.set(bf16, {"model.compute_dtype": "bf16"})
+        conversion.set(bf16, {"model.compute_dtype": "bf16"})
     elif given.get(fp16):
-        made.leave(fp16, "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling", differs=True)
+        conversion.leave(
+            fp16, "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling", differs=True
+        )
     elif given and None not in given.values():
         # Both are off, so DeepSpeed computes in fp32.
-        made.set(next(iter(given)), {"model.compute_dtype": "fp32"}, "neither is on")
+        conversion.set(next(iter(given)), {"model.compute_dtype": "fp32"}, "neither is on")
 
     # Keys that are still pending say `auto`, or are off.
-    for name, words in ((bf16, "model.compute_dtype stays bf16"), (fp16, "there is no fp16 here")):
+    for name, remark in ((bf16, "model.compute_dtype stays bf16"), (fp16, "there is no fp16 here")):
         if given.get(name) is None:
-            made.default(name, "model.compute_dtype")
-        made.leave(name, words)
+            conversion.default(name, "model.compute_dtype")
+        conversion.leave(name, remark)
 
 
-def _optimizer(made: Conversion, key: str) -> None:
+def _optimizer(conversion: Conversion, key: str) -> None:
     """Convert the optimizer if it is Muon, Lion, or an Adam with decoupled decay, which is AdamW."""
-    kind = (made.text(key) or "adamw").lower()
+    kind = (conversion.text(key) or "adamw").lower()
 
     # DeepSpeed's Adam has decoupled decay by default.
-    decays_apart = made.raw("optimizer.params.adam_w_mode") is not False
+    decays_apart = conversion.raw("optimizer.params.adam_w_mode") is not False
     if kind == "muon":
         remark = "in Moonshot's form, whose learning rate is that of AdamW: set train.learning_rate"
-        made.set(key, {"train.optimizer": "muon"}, remark, differs=True)
-        momentum = made.number("optimizer.params.momentum")
-        made.send("optimizer.params.momentum", "train.momentum", momentum)
-        made.leave_below("optimizer", "a setting of another form of Muon")
+        conversion.set(key, {"train.optimizer": "muon"}, remark, differs=True)
+        momentum = conversion.number("optimizer.params.momentum")
+        conversion.send("optimizer.params.momentum", "train.momentum", momentum)
+        conversion.leave_below("optimizer", "a setting of another form of Muon")
     elif kind == "lion":
         # DeepSpeed's default beta2 for Lion. Betas in the file are converted later, and override it.
-        made.set(key, {"train.optimizer": "lion", "train.beta2": 0.99})
-    elif made.raw(key) is not None and (kind not in ("adam", "adamw") or not decays_apart):
-        made.leave(key, "AdamW trains instead: set train.learning_rate", differs=True)
-        made.leave_below("optimizer", "a setting of another optimizer than AdamW")
-    elif made.raw(key) is not None:
-        made.agree(key, "AdamW, as train.optimizer says")
+        conversion.set(key, {"train.optimizer": "lion", "train.beta2": 0.99})
+    elif conversion.raw(key) is not None and (kind not in ("adam", "adamw") or not decays_apart):
+        conversion.leave(key, "AdamW trains instead: set train.learning_rate", differs=True)
+        conversion.leave_below("optimizer", "a setting of another optimizer than AdamW")
+    elif conversion.raw(key) is not None:
+        conversion.agree(key, "AdamW, as train.optimizer says")
 
 
-def _as_torch(made: Conversion, key: str) -> None:
-    made.agree(key, "AdamW as torch has it")
+def _as_torch(conversion: Conversion, key: str) -> None:
+    conversion.agree(key, "AdamW as torch has it")
 
 
-def _betas(made: Conversion, key: str) -> None:
-    betas = made.checked(key, made.raw(key), "a list of 2 numbers", _is_pair)
+def _betas(conversion: Conversion, key: str) -> None:
+    betas = conversion.checked(key, conversion.raw(key), "a list of 2 numbers", _is_pair)
     if betas is None:
-        made.default(key, "train.beta1", "train.beta2")
+        conversion.default(key, "train.beta1", "train.beta2")
         return
     beta1, beta2 = betas
-    made.set(key, {"train.beta1": beta1, "train.beta2": beta2})
+    conversion.set(key, {"train.beta1": beta1, "train.beta2": beta2})
 
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
 
 
-def _schedule(made: Conversion, key: str) -> None:
+def _schedule(conversion: Conversion, key: str) -> None:
     """Convert the learning rate schedule. It comes after the optimizer, as its peak overrides the rate there."""
-    kind = made.text(key)
+    kind = conversion.text(key)
     if kind is None:
         return
     if kind not in _SCHEDULES:
-        made.leave(key, f"only {', '.join(_SCHEDULES)} have a counterpart: set train.schedule", differs=True)
-        made.leave_below("scheduler", "a setting of that schedule")
+        conversion.leave(key, f"only {', '.join(_SCHEDULES)} have a counterpart: set train.schedule", differs=True)
+        conversion.leave_below("scheduler", "a setting of that schedule")
         return
 
-    made.set(key, {"train.schedule": _SCHEDULES[kind]})
+    conversion.set(key, {"train.schedule": _SCHEDULES[kind]})
     params = "scheduler.params."
-    becomes("train.steps", Conversion.count)(made, f"{params}total_num_steps")
+    becomes("train.steps", Conversion.count)(conversion, f"{params}total_num_steps")
     # DeepSpeed's default is a logarithmic warm-up.
-    is_linear = made.text(f"{params}warmup_type", "linear", "log", AUTO) == "linear"
-    words = "" if is_linear else "rising in a straight line, not logarithmically"
-    becomes("train.warmup_steps", COUNT_FROM_0, None, words, differs=not is_linear)(made, f"{params}warmup_num_steps")
+    is_linear = conversion.text(f"{params}warmup_type", "linear", "log", AUTO) == "linear"
+    remark = "" if is_linear else "rising in a straight line, not logarithmically"
+    becomes("train.warmup_steps", COUNT_FROM_0, None, remark, differs=not is_linear)(
+        conversion, f"{params}warmup_num_steps"
+    )
     if is_linear:
-        made.set(f"{params}warmup_type", {}, "as here")
+        conversion.set(f"{params}warmup_type", {}, "as here")
     # A carried key is no longer pending, so this only applies to other warm-ups.
-    made.leave(f"{params}warmup_type", "the learning rate rises in a straight line", differs=True)
+    conversion.leave(f"{params}warmup_type", "the learning rate rises in a straight line", differs=True)
 
-    words = "goes before optimizer.params.lr, as in DeepSpeed" if "train.learning_rate" in made.settings else ""
-    becomes("train.learning_rate", Conversion.number, None, words)(made, f"{params}warmup_max_lr")
+    remark = "goes before optimizer.params.lr, as in DeepSpeed" if "train.learning_rate" in conversion.settings else ""
+    becomes("train.learning_rate", Conversion.number, None, remark)(conversion, f"{params}warmup_max_lr")
     for least in (f"{params}warmup_min_lr", f"{params}warmup_min_ratio"):
-        if made.number(least) == 0:
-            made.set(least, {}, "as here")
-        made.leave(least, "the learning rate rises from 0", differs=True)
+        if conversion.number(least) == 0:
+            conversion.set(least, {}, "as here")
+        conversion.leave(least, "the learning rate rises from 0", differs=True)
 
     if kind == "WarmupCosineLR":
-        becomes("train.min_learning_rate_ratio", Conversion.number)(made, f"{params}cos_min_ratio")
+        becomes("train.min_learning_rate_ratio", Conversion.number)(conversion, f"{params}cos_min_ratio")
 
 
-def _tiers(made: Conversion, key: str) -> None:
+def _tiers(conversion: Conversion, key: str) -> None:
     """Convert where state lies: mounts and `cpu`. Budgets decide the rest here."""
     # With `cpu` a mount may be named too, which DeepSpeed ignores.
-    device = made.text(f"{key}.device", "none", "cpu", "nvme", AUTO)
-    path = made.text(f"{key}.nvme_path")
+    device = conversion.text(f"{key}.device", "none", "cpu", "nvme", AUTO)
+    path = conversion.text(f"{key}.nvme_path")
     if device != "nvme":
-        made.leave(f"{key}.nvme_path", f"device is {device or AUTO}, so nothing lies there")
+        conversion.leave(f"{key}.nvme_path", f"device is {device or AUTO}, so nothing lies there")
         if device == "cpu":
-            made.set(f"{key}.device", {}, IN_RAM)
+            conversion.set(f"{key}.device", {}, IN_RAM)
         return
 
     if path is None:
-        raise ConfigError(f"{made.source}: {key}.device is nvme; give {key}.nvme_path, a directory, too.")
+        raise ConfigError(f"{conversion.source}: {key}.device is nvme; give {key}.nvme_path, a directory, too.")
     # Both kinds of state may name the same directory, which is one mount.
-    before: Any = made.settings.get("tiers.nvme", ())
+    before: Any = conversion.settings.get("tiers.nvme", ())
     mounts = list(dict.fromkeys([*before, path]))
-    made.set(f"{key}.nvme_path", {"tiers.nvme": mounts}, "what is free there; DIR:SIZE takes less")
-    made.set(f"{key}.device", {"tiers.nvme": mounts}, "for what GPU and RAM do not hold")
+    conversion.set(f"{key}.nvme_path", {"tiers.nvme": mounts}, "what is free there; DIR:SIZE takes less")
+    conversion.set(f"{key}.device", {"tiers.nvme": mounts}, "for what GPU and RAM do not hold")
 
 
-def _clip(made: Conversion, key: str) -> None:
+def _clip(conversion: Conversion, key: str) -> None:
     """Convert clipping. In DeepSpeed 0 means no clipping."""
-    clip = made.number(key)
-    made.send(key, "train.clip", clip or None, "" if clip else "off")
+    clip = conversion.number(key)
+    conversion.send(key, "train.clip", clip or None, "" if clip else "off")
 
 
-def _export(made: Conversion, key: str) -> None:
-    if made.flag(key):
-        made.set(key, {"output.export": True, "output.export_dtype": "bf16"})
-    made.leave(key, "output.export, on by default, writes the model at the end, layer by layer")
+def _export(conversion: Conversion, key: str) -> None:
+    if conversion.flag(key):
+        conversion.set(key, {"output.export": True, "output.export_dtype": "bf16"})
+    conversion.leave(key, "output.export, on by default, writes the model at the end, layer by layer")
 
 
 _RULES = {

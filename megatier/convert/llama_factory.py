@@ -36,86 +36,86 @@ _LORA_KEYS = {
 """LLaMA-Factory's keys, by our names of the adapter settings."""
 
 
-def _kind(made: Conversion, key: str) -> None:
+def _kind(conversion: Conversion, key: str) -> None:
     """Refuse other objectives: preferences, rewards, other kinds of adapters."""
-    stage = made.text(key) or "sft"
+    stage = conversion.text(key) or "sft"
     if stage not in ("sft", "pt"):
         raise ConfigError(
-            f"{made.source}: stage is {stage}; `megatier train` does sft and pt. DPO runs with StreamedTrl "
+            f"{conversion.source}: stage is {stage}; `megatier train` does sft and pt. DPO runs with StreamedTrl "
             "(docs/trainers.md)."
         )
     # LLaMA-Factory trains adapters by default.
-    method = made.text("finetuning_type") or "lora"
+    method = conversion.text("finetuning_type") or "lora"
     if method not in ("full", "lora"):
-        raise ConfigError(f"{made.source}: finetuning_type is {method}; megatier trains full or lora.")
-    made.set(key, {}, "as dataset_info.json describes the records")
+        raise ConfigError(f"{conversion.source}: finetuning_type is {method}; megatier trains full or lora.")
+    conversion.set(key, {}, "as dataset_info.json describes the records")
     if method == "lora":
-        _adapters(made)
+        _adapters(conversion)
     # If the key is still pending, there are no adapters, so training is full.
-    made.agree("finetuning_type", "as here")
+    conversion.agree("finetuning_type", "as here")
 
 
-def _adapters(made: Conversion) -> None:
+def _adapters(conversion: Conversion) -> None:
     """Convert the settings of LoRA."""
-    lora = common.lora_of(made, _LORA_KEYS, rank=8, alpha=None)
-    made.set("finetuning_type", {"model.lora": lora}, "needs megatier[lora]")
+    lora = common.lora_of(conversion, _LORA_KEYS, rank=8, alpha=None)
+    conversion.set("finetuning_type", {"model.lora": lora}, "needs megatier[lora]")
     # One setting of ours covers all of these keys, and each gets a finding.
     for key in _LORA_KEYS.values():
-        made.agree(key, "see finetuning_type")
+        conversion.agree(key, "see finetuning_type")
 
 
-def _computing(made: Conversion, key: str) -> None:
+def _computing(conversion: Conversion, key: str) -> None:
     # Only to check its value.
-    made.flag(key)
+    conversion.flag(key)
 
     # fp16 is mixed precision there too, for which bf16 is used here.
-    dtype = "bf16" if any(map(made.raw, (key, "pure_bf16", "fp16"))) else "fp32"
-    made.set(key, {"model.compute_dtype": dtype}, "masters and moments are fp32")
+    dtype = "bf16" if any(map(conversion.raw, (key, "pure_bf16", "fp16"))) else "fp32"
+    conversion.set(key, {"model.compute_dtype": dtype}, "masters and moments are fp32")
 
-    written = made.text("flash_attn") or ""
+    written = conversion.text("flash_attn") or ""
     attention = _ATTENTION.get(written)
     if attention:
-        made.set("flash_attn", {"model.attention": attention})
+        conversion.set("flash_attn", {"model.attention": attention})
     why = common.APART
-    made.leave("flash_attn", why, differs=True)
+    conversion.leave("flash_attn", why, differs=True)
 
 
-def _data(made: Conversion, key: str) -> None:
+def _data(conversion: Conversion, key: str) -> None:
     # Datasets are names in a table there, which megatier reads too.
-    folder = (made.text("dataset_dir") or "data").rstrip("/")
-    files = [f"{folder}/dataset_info.json#{name}" for name in common.named(made, key)]
+    folder = (conversion.text("dataset_dir") or "data").rstrip("/")
+    files = [f"{folder}/dataset_info.json#{name}" for name in common.named(conversion, key)]
     if files:
-        made.set(key, {"data.files": files})
-        made.agree("dataset_dir", "see dataset")
+        conversion.set(key, {"data.files": files})
+        conversion.agree("dataset_dir", "see dataset")
 
     # There it limits each dataset.
-    count = made.count("max_samples")
+    count = conversion.count("max_samples")
     if count is not None and len(files) < 2:
-        made.set("max_samples", {"data.max_samples": count})
-    made.leave("max_samples", "data.max_samples bounds all datasets together", differs=True)
+        conversion.set("max_samples", {"data.max_samples": count})
+    conversion.leave("max_samples", "data.max_samples bounds all datasets together", differs=True)
 
 
-def _activations(made: Conversion, key: str) -> None:
+def _activations(conversion: Conversion, key: str) -> None:
     # LLaMA-Factory recomputes activations unless this key is true.
-    made.set(key, {"train.activations": "keep" if made.flag(key) else "recompute"})
+    conversion.set(key, {"train.activations": "keep" if conversion.flag(key) else "recompute"})
 
 
-def _optimizer(made: Conversion, key: str) -> None:
+def _optimizer(conversion: Conversion, key: str) -> None:
     """Convert the optimizer, which either of two keys names."""
-    if made.flag(key):
+    if conversion.flag(key):
         remark = "AdamW trains all that is no matrix of a decoder layer, also in vision towers"
-        made.set(key, {"train.optimizer": "muon"}, remark, differs=True)
-    elif made.has(key):
-        made.set(key, {"train.optimizer": "adamw"})
+        conversion.set(key, {"train.optimizer": "muon"}, remark, differs=True)
+    elif conversion.has(key):
+        conversion.set(key, {"train.optimizer": "adamw"})
 
-    common.optimizer(made, "optim")
+    common.optimizer(conversion, "optim")
 
 
-def _hub(made: Conversion, key: str) -> None:
+def _hub(conversion: Conversion, key: str) -> None:
     # There the repository's name alone uploads nothing.
-    if made.flag("push_to_hub"):
-        common.hub(made, key)
-    made.leave(key, "nothing is uploaded unless push_to_hub is true")
+    if conversion.flag("push_to_hub"):
+        common.hub(conversion, key)
+    conversion.leave(key, "nothing is uploaded unless push_to_hub is true")
 
 
 # The numbers are LLaMA-Factory's defaults.

@@ -10,88 +10,88 @@ _ATTENTION = ("flash_attention_2", "sdpa", "eager")
 ONE_DEVICE = "CUDA_VISIBLE_DEVICES chooses the GPU"
 
 
-def _dtype(made: Conversion, key: str) -> None:
-    dtype = made.text(key, "bfloat16", "float16", "float32")
+def _dtype(conversion: Conversion, key: str) -> None:
+    dtype = conversion.text(key, "bfloat16", "float16", "float32")
     if dtype == "float16":
-        made.leave(key, "model.compute_dtype stays bf16, which needs no loss scaling", differs=True)
+        conversion.leave(key, "model.compute_dtype stays bf16, which needs no loss scaling", differs=True)
     else:
         compute = "fp32" if dtype == "float32" else "bf16"
-        words = "masters and moments are fp32, which MegaTrain's are not"
-        made.send(key, "model.compute_dtype", compute, words, differs=True)
+        remark = "masters and moments are fp32, which MegaTrain's are not"
+        conversion.send(key, "model.compute_dtype", compute, remark, differs=True)
 
 
-def _devices(made: Conversion, key: str) -> None:
-    devices = made.raw(key)
+def _devices(conversion: Conversion, key: str) -> None:
+    devices = conversion.raw(key)
     # With several devices, each takes a part of the batch.
     are_several = isinstance(devices, list) and len(devices) > 1
     if are_several:
-        made.leave(key, "torchrun starts a rank for each GPU; the batch is that of all of them together")
+        conversion.leave(key, "torchrun starts a rank for each GPU; the batch is that of all of them together")
     elif devices is not None:
-        made.leave(key, ONE_DEVICE)
+        conversion.leave(key, ONE_DEVICE)
 
 
-def _attention(made: Conversion, key: str) -> None:
-    attention = made.text(key, *_ATTENTION)
+def _attention(conversion: Conversion, key: str) -> None:
+    attention = conversion.text(key, *_ATTENTION)
     if attention == "flash_attention_2":
         why = "it does not stop at the borders of documents; model.attention stays sdpa (docs/data.md)"
-        made.leave(key, why, differs=True)
+        conversion.leave(key, why, differs=True)
     else:
-        made.send(key, "model.attention", attention)
+        conversion.send(key, "model.attention", attention)
 
 
-def _dataset(made: Conversion, key: str) -> None:
+def _dataset(conversion: Conversion, key: str) -> None:
     """Convert a dataset of a dataset_info.json, which MegaTrain prefers to one given by path."""
-    path = made.text("dataset.path")
-    name = made.text(key)
+    path = conversion.text("dataset.path")
+    name = conversion.text(key)
     if name is None:
         if path is not None:
-            _conversations(made, path)
+            _conversations(conversion, path)
         return
 
-    directory = made.text("dataset.dataset_dir") or "data"
+    directory = conversion.text("dataset.dataset_dir") or "data"
     files = {"data.files": [f"{directory}/dataset_info.json#{name}"]}
-    made.set(key, files)
-    if made.has("dataset.dataset_dir"):
-        made.set("dataset.dataset_dir", files)
+    conversion.set(key, files)
+    if conversion.has("dataset.dataset_dir"):
+        conversion.set("dataset.dataset_dir", files)
     for other in ("dataset.path", "dataset.query_field", "dataset.response_field"):
-        made.leave(other, "dataset.name goes before it, as in MegaTrain")
+        conversion.leave(other, "dataset.name goes before it, as in MegaTrain")
 
 
-def _conversations(made: Conversion, path: str) -> None:
+def _conversations(conversion: Conversion, path: str) -> None:
     """Convert a folder of Arrow files, with columns named in the config, or `query` and `response`."""
-    query = made.text("dataset.query_field") or "query"
-    response = made.text("dataset.response_field") or "response"
-    made.set("dataset.path", {"data.files": [path], "data.chat": "alpaca"})
+    query = conversion.text("dataset.query_field") or "query"
+    response = conversion.text("dataset.response_field") or "response"
+    conversion.set("dataset.path", {"data.files": [path], "data.chat": "alpaca"})
 
     # The names that data.chat: alpaca reads. Others need a dataset_info.json.
     if (query, response) == ("instruction", "output"):
-        made.set("dataset.query_field", {"data.chat": "alpaca"})
-        made.set("dataset.response_field", {"data.chat": "alpaca"})
+        conversion.set("dataset.query_field", {"data.chat": "alpaca"})
+        conversion.set("dataset.response_field", {"data.chat": "alpaca"})
         return
 
     columns = f'{{"prompt": "{query}", "response": "{response}"}}'
     why = f"data.chat: alpaca reads instruction and output; a dataset_info.json with columns {columns} names others"
-    made.leave("dataset.query_field", why, differs=True, is_implied=True)
-    made.leave("dataset.response_field", "see dataset.query_field", is_implied=True)
+    conversion.leave("dataset.query_field", why, differs=True, is_implied=True)
+    conversion.leave("dataset.response_field", "see dataset.query_field", is_implied=True)
 
 
-def _system_prompt(made: Conversion, key: str) -> None:
-    if made.raw(key):
-        made.leave(key, "write it into the records (their system key), or into data.chat_template", differs=True)
-    made.agree(key, "none, as here")
+def _system_prompt(conversion: Conversion, key: str) -> None:
+    if conversion.raw(key):
+        conversion.leave(key, "write it into the records (their system key), or into data.chat_template", differs=True)
+    conversion.agree(key, "none, as here")
 
 
-def _train_on_prompt(made: Conversion, key: str) -> None:
-    if made.flag(key):
-        made.leave(key, "of conversations only the assistant's turns are learnt", differs=True)
-    made.agree(key, "as here, where all turns of the assistant are learnt, not the last", differs=True)
+def _train_on_prompt(conversion: Conversion, key: str) -> None:
+    if conversion.flag(key):
+        conversion.leave(key, "of conversations only the assistant's turns are learnt", differs=True)
+    conversion.agree(key, "as here, where all turns of the assistant are learnt, not the last", differs=True)
 
 
-def _batch(made: Conversion, key: str) -> None:
+def _batch(conversion: Conversion, key: str) -> None:
     """Convert batch and steps. MegaTrain counts micro-batches as steps, and adds up their mean losses."""
-    batch = made.count(key) or 96
-    steps = made.count("training.num_steps") or 100
-    groups = made.count("training.gradient_accumulation_steps") or 1
+    batch = conversion.count(key) or 96
+    steps = conversion.count("training.num_steps") or 100
+    groups = conversion.count("training.gradient_accumulation_steps") or 1
 
     # If a step is one micro-batch, both agree.
     of_batch = of_groups = of_steps = ""
@@ -99,35 +99,35 @@ def _batch(made: Conversion, key: str) -> None:
         of_batch = f"{groups} micro-batches of {batch}"
         of_groups = "their gradients are averaged; MegaTrain's are added up, so its norms are larger"
         of_steps = f"MegaTrain counts micro-batches, {groups} a step"
-    made.set(key, {"train.batch": batch * groups}, of_batch)
-    if made.has("training.gradient_accumulation_steps"):
-        made.set("training.gradient_accumulation_steps", {"train.groups": groups}, of_groups, differs=groups > 1)
+    conversion.set(key, {"train.batch": batch * groups}, of_batch)
+    if conversion.has("training.gradient_accumulation_steps"):
+        conversion.set("training.gradient_accumulation_steps", {"train.groups": groups}, of_groups, differs=groups > 1)
 
     # A run shorter than one of our steps still makes one.
-    made.set("training.num_steps", {"train.steps": max(1, steps // groups)}, of_steps)
+    conversion.set("training.num_steps", {"train.steps": max(1, steps // groups)}, of_steps)
 
 
-def _activations(made: Conversion, key: str) -> None:
-    made.set(key, {"train.activations": "recompute"}, "every layer's input is kept, not each n-th")
+def _activations(conversion: Conversion, key: str) -> None:
+    conversion.set(key, {"train.activations": "recompute"}, "every layer's input is kept, not each n-th")
 
 
-def _rate(made: Conversion, key: str) -> None:
-    rate = made.number(key)
+def _rate(conversion: Conversion, key: str) -> None:
+    rate = conversion.number(key)
     # MegaTrain has no schedule, while our default has one.
     settings = {
         "train.learning_rate": 1e-5 if rate is None else rate,
         "train.schedule": "constant",
     }
-    made.set(key, settings)
+    conversion.set(key, settings)
 
 
-def _optimizer(made: Conversion, key: str) -> None:
-    kind = made.text(key)
+def _optimizer(conversion: Conversion, key: str) -> None:
+    kind = conversion.text(key)
     if kind in ("deepspeed_adam", "adamw"):
-        made.agree(key, "AdamW, as train.optimizer says")
+        conversion.agree(key, "AdamW, as train.optimizer says")
     elif kind is not None:
         names = in_words(OPTIMIZER_NAMES)
-        made.leave(key, f"train.optimizer is {names}", differs=True)
+        conversion.leave(key, f"train.optimizer is {names}", differs=True)
 
 
 # The numbers are MegaTrain's defaults, which apply even if its file does not name them.

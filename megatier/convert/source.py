@@ -30,14 +30,14 @@ def convert(path: Path) -> Conversion:
     tree = _read(path)
     trainer, table = _recognised(path, tree)
     try:
-        made = Conversion(trainer, str(path), tree)
+        conversion = Conversion(trainer, str(path), tree)
 
         # Sections are nested deeper than `SECTION_DEPTH_MAX`, or lists deeper than Python's stack.
-        made.convert(*table)
+        conversion.convert(*table)
     except RecursionError:
         raise ConfigError(f"{path} has settings in settings too deep to be a config.") from None
 
-    return made
+    return conversion
 
 
 def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Table]:

@@ -28,8 +28,10 @@ def test_convert_names_each_key_once(content: str, tmp_path: Path) -> None:
     tree = yaml.safe_load(content)
     there = [finding.key for finding in made.findings if finding.value != "(not given)"]
     assert sorted(there) == sorted(leaves(tree))
-    assert all(finding.words and "\n" not in str(finding) for finding in made.findings)
-    assert not any("known here" in finding.words for finding in made.findings), "each of them has a reason of its own"
+    assert all(finding.explanation and "\n" not in str(finding) for finding in made.findings)
+    assert not any("known here" in finding.explanation for finding in made.findings), (
+        "each of them has a reason of its own"
+    )
 
 
 def test_convert_megatrain(tmp_path: Path) -> None:

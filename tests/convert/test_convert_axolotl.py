@@ -137,7 +137,7 @@ def test_convert_axolotl_keys_of_a_dataset_that_are_not_taken_are_named(tmp_path
     made = convert(written(tmp_path, {**AXOLOTL_LEAST, "datasets": [dataset]}))
     (found,) = [finding for finding in made.findings if finding.key == "datasets"]
     assert found.differs
-    assert found.words.endswith("; not taken: split, train_on_eos")
+    assert found.explanation.endswith("; not taken: split, train_on_eos")
 
 
 @pytest.mark.parametrize(

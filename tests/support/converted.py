@@ -31,4 +31,4 @@ def settings(folder: Path, content: object) -> dict[str, object]:
 
 def findings(made: Conversion, outcome: str) -> dict[str, str]:
     """What is said of the keys that have this outcome."""
-    return {finding.key: finding.words for finding in made.findings if finding.outcome == outcome}
+    return {finding.key: finding.explanation for finding in made.findings if finding.outcome == outcome}
