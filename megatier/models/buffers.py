@@ -110,14 +110,14 @@ class _FilledOnCPU(_NothingDrawn):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        made = super().__torch_function__(function, types, args, kwargs)
+        tensor = super().__torch_function__(function, types, args, kwargs)
         names_device = kwargs.get("device") is not None
-        if function not in _FILLING or not made.is_meta or names_device:
-            return made
+        if function not in _FILLING or not tensor.is_meta or names_device:
+            return tensor
 
         # Hugging Face checks by `torch.tensor([])` whether a model is built on meta.
-        if not 0 < made.numel() <= REAL_ELEMENTS_MAX:
-            return made
+        if not 0 < tensor.numel() <= REAL_ELEMENTS_MAX:
+            return tensor
 
         return function(*args, **{**kwargs, "device": "cpu"})
 

@@ -66,7 +66,7 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
 
     # Built again, since only the constructor knows which buffers follow the weights. Few models have any.
     after = _constructed_buffers(model, dtype)
-    others = [name for name, made in after.items() if name in present and made is not present[name]]
+    others = [name for name, buffer_after in after.items() if name in present and buffer_after is not present[name]]
 
     # A buffer whose dtype was changed since the model was made keeps its new dtype.
     before = _constructed_buffers(model, model.dtype) if others else {}
@@ -84,12 +84,12 @@ def _buffers_by_name(model: PreTrainedModel) -> dict[str, torch.dtype]:
 
 def _constructed_buffers(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtype of each buffer by name, in a new model of the same config with weights of a dtype."""
-    what = f"{type(model).__name__} cannot be made of its config"
-    with reading(what, UnsupportedModelError), torch.device("meta"):
+    failure = f"{type(model).__name__} cannot be made of its config"
+    with reading(failure, UnsupportedModelError), torch.device("meta"):
         # A constructor may change its config.
         config = copy.deepcopy(model.config)
-        made = known_class(model)._from_config(config, dtype=dtype)
-    return _buffers_by_name(made)
+        constructed = known_class(model)._from_config(config, dtype=dtype)
+    return _buffers_by_name(constructed)
 
 
 def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:

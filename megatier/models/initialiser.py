@@ -219,11 +219,11 @@ def named_as_classifier(config: PretrainedConfig, num_labels: int) -> Pretrained
     Raises:
         UnsupportedModelError: transformers has none.
     """
-    made: object = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
-    if not isinstance(made, type):
+    kind: object = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
+    if not isinstance(kind, type):
         raise UnsupportedModelError(f"transformers has no classifier of sequences over {config.model_type}.")
     config = copy.deepcopy(config)
-    config.architectures = [made.__name__]
+    config.architectures = [kind.__name__]
     config.num_labels = num_labels
     return config
 

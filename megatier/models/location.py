@@ -98,18 +98,18 @@ def _check_folder(folder: Path) -> None:
         return
     # The files there tell what the user has.
     files = sorted(folder.iterdir())
-    what = f"has no {MODEL_CONFIG_FILE}" if files else "is empty"
-    raise ConfigError(_refusal(folder, files, what))
+    complaint = f"has no {MODEL_CONFIG_FILE}" if files else "is empty"
+    raise ConfigError(_refusal(folder, files, complaint))
 
 
-def _refusal(path: Path, files: list[Path], what: str) -> str:
+def _refusal(path: Path, files: list[Path], complaint: str) -> str:
     """Return a message about a path that is not a model's folder."""
     if any(file.suffix.lower() == ".gguf" for file in files):
-        what = "is in GGUF, a format for inference that has no full precision"
+        complaint = "is in GGUF, a format for inference that has no full precision"
     if any(file.name == ADAPTER_FILE for file in files):
-        what = (
+        complaint = (
             f"has no {MODEL_CONFIG_FILE} but adapters ({ADAPTER_FILE}): set model.path to their base and "
             "model.lora.adapter to this folder. By itself it"
         )
-        return f"model.path: {printable(str(path))} {what} is no Hugging Face model."
-    return f"model.path: {printable(str(path))} {what}, so it is no Hugging Face model. {_FORMAT_REMEDY}"
+        return f"model.path: {printable(str(path))} {complaint} is no Hugging Face model."
+    return f"model.path: {printable(str(path))} {complaint}, so it is no Hugging Face model. {_FORMAT_REMEDY}"

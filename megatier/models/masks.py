@@ -73,12 +73,12 @@ class BlockMasks:
                 # oldest.
                 oldest = next(iter(self._made))
                 del self._made[oldest]
-            made = self._make(mask_mod, None, H, Q_LEN, KV_LEN, device, **others)
-            self._made[key] = made
+            mask = self._make(mask_mod, None, H, Q_LEN, KV_LEN, device, **others)
+            self._made[key] = mask
 
             # `is_causal` reads the mask, so the host waits for it once per length.
-            if is_causal(made):
-                made.mask_mod = causal
+            if is_causal(mask):
+                mask.mask_mod = causal
         return self._made[key]
 
     def _make(

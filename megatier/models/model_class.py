@@ -33,9 +33,9 @@ def auto_class(config: PretrainedConfig) -> AutoClass:
     Raises:
         UnsupportedModelError: they name another class of transformers, or there is no language model of this config.
     """
-    made = _classes(config)
+    kinds = _classes(config)
     named = _architectures(config)
-    for auto, kind in made.items():
+    for auto, kind in kinds.items():
         if kind.__name__ in named:
             return auto
 
@@ -48,7 +48,7 @@ def auto_class(config: PretrainedConfig) -> AutoClass:
     sees = config.get_text_config() is not config
     order: tuple[AutoClass, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
     for auto in reversed(order) if sees else order:
-        if auto in made:
+        if auto in kinds:
             return auto
 
     raise _not_streamed(f"The model of type {config.model_type}", config)

@@ -78,9 +78,9 @@ def _copied(model: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
             for attribute, value in vars(module).items():
                 if attribute in TREE:
                     continue
-                what = f"{attribute} of {name or type(model).__name__} cannot be copied"
+                failure = f"{attribute} of {name or type(model).__name__} cannot be copied"
                 remedy = "Take it out of the model, or write __deepcopy__ for it."
-                with reading(what, UnsupportedModelError, remedy=remedy):
+                with reading(failure, UnsupportedModelError, remedy=remedy):
                     copy.deepcopy(value, dict(apart))
         raise
 
@@ -157,9 +157,9 @@ def _set_attention(skeleton: PreTrainedModel, attention: str) -> None:
         UnsupportedModelError: it cannot.
     """
     if skeleton.config._attn_implementation != attention:
-        what = f"{type(skeleton).__name__} does not take attention {attention}"
+        failure = f"{type(skeleton).__name__} does not take attention {attention}"
         remedy = f"Leave attention out, for that of the model ({skeleton.config._attn_implementation})."
-        with reading(what, UnsupportedModelError, first_sentence, remedy):
+        with reading(failure, UnsupportedModelError, first_sentence, remedy):
             skeleton.set_attn_implementation(attention)
     if skeleton.config._attn_implementation != attention:
         raise UnsupportedModelError(

@@ -81,16 +81,16 @@ def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequenc
         ConfigError: a pattern matches no such module, or no module is left.
         UnsupportedModelError: a layer has an unknown stack of experts, and no pattern excludes it.
     """
-    found = [(name, layer) for unit in units if unit.is_layer for name, layer in _linears(model, unit)]
+    linears = [(name, layer) for unit in units if unit.is_layer for name, layer in _linears(model, unit)]
 
     # Several units may hold ranges of one stack, which counts once.
     stacks = dict(item for unit in units if unit.is_layer or unit.experts for item in _stacks(model, unit))
 
     # A pattern for something that stays in bf16 anyway is fine, but one that matches nothing is a mistake.
-    _check_patterns(excepted, [*(name for name, _ in found), *stacks])
+    _check_patterns(excepted, [*(name for name, _ in linears), *stacks])
 
     fp8, bf16 = [], []
-    for name, layer in [*found, *stacks.items()]:
+    for name, layer in [*linears, *stacks.items()]:
         is_left_out = any(is_named(name, pattern) for pattern in excepted)
         reason = LEFT_OUT if is_left_out else _why_not(name, layer)
         if reason:
@@ -149,7 +149,7 @@ def set_products(model: PreTrainedModel, fp8: Sequence[str]) -> None:
 def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the plain linear layers of a decoder layer's unit, with their names in the model."""
     # Parameters that stay in fp32 inside the layer belong to another unit.
-    own = {tensor.name for tensor in unit.layout.tensors}
+    unit_names = {tensor.name for tensor in unit.layout.tensors}
     text = model.config.get_text_config()
     experts = {count for name in EXPERT_COUNTS if (count := getattr(text, name, None))}
     for module_name in unit.module_names:
@@ -158,7 +158,7 @@ def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linea
 
             # A subclass or a replaced forward may compute anything.
             is_linear = type(layer) in (nn.Linear, Fp8Linear, QuantisedLinear) and "forward" not in vars(layer)
-            is_own = any(f"{name}.{leaf}" in own for leaf in _WEIGHT_NAMES)
+            is_own = any(f"{name}.{leaf}" in unit_names for leaf in _WEIGHT_NAMES)
             if not (is_linear and is_own) or ".lora_" in name:
                 continue
             assert isinstance(layer, nn.Linear)

@@ -125,14 +125,14 @@ def _configs(model: PreTrainedModel) -> Iterator[PretrainedConfig]:
     """Yield the configs of towers that loop over images. That of the decoder's layers is none of them."""
     layers = decoder_layers(model)
     of_layers = {id(_config(module)) for module in layers.modules()}
-    found = set[int]()
+    yielded = set[int]()
     for module in model.modules():
         config = _config(module)
-        if config is None or id(config) in of_layers | found:
+        if config is None or id(config) in of_layers | yielded:
             continue
         takes = inspect.signature(module.forward).parameters
         if {ENDS, LONGEST} <= takes.keys() and config._attn_implementation == LOOPED:
-            found.add(id(config))
+            yielded.add(id(config))
             yield config
 
 

@@ -94,13 +94,13 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
     # The prefix of the number identifies a stack of layers. A model may have several, such as an encoder and a decoder.
     stacks = defaultdict[str, defaultdict[int, list[str]]](lambda: defaultdict(list))
     for name in names:
-        words = name.split(".")
+        path = name.split(".")
 
         # The outermost number is the layer's. Later ones are those of experts and the like.
-        place = next((i for i, word in enumerate(words) if word.isdigit()), None)
+        place = next((i for i, part in enumerate(path) if part.isdigit()), None)
         if place is not None:
-            stack = ".".join(words[:place])
-            number = int(words[place])
+            stack = ".".join(path[:place])
+            number = int(path[place])
             stacks[stack][number].append(name)
         elif stacks:
             behind.append(name)
@@ -132,8 +132,8 @@ def hub_visits(
     layout = hub_layout(model, {name: state[name] for name in (*names.values(), *buffers)})
 
     # In the model's own order, however its layers are cut into units.
-    own = {name: number for number, name in enumerate(state)}
-    in_order = sorted(layout, key=lambda name: (own[layout[name].runs[0].name], layout[name].runs[0].start))
+    positions = {name: number for number, name in enumerate(state)}
+    in_order = sorted(layout, key=lambda name: (positions[layout[name].runs[0].name], layout[name].runs[0].start))
 
     # Computed once for all layers, since there are many units.
     holders = _holders(units, names, buffers)

@@ -121,10 +121,10 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
         UnsupportedModelError: neither would load back.
     """
     # On meta, since transformers reverts its conversions by computing with the tensors.
-    own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
-    own_shapes = _shapes(own)
+    own_layout = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}
+    own_shapes = _shapes(own_layout)
 
-    for layout in (revert_weight_conversion(model, dict(own)), own):
+    for layout in (revert_weight_conversion(model, dict(own_layout)), own_layout):
         stored_shapes = _shapes(layout)
         try:
             assemblies = assemble(model, stored_shapes)
@@ -132,8 +132,8 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
             continue
 
         # Checked by reading it back, since a layout that does not restore the model's own tensors is useless.
-        made = {name: assembly.shape for name, assembly in assemblies.items()}
-        if made == own_shapes:
+        read_shapes = {name: assembly.shape for name, assembly in assemblies.items()}
+        if read_shapes == own_shapes:
             return _inverted(assemblies, stored_shapes)
 
     raise UnsupportedModelError(f"{type(model).__name__}: no layout of its files is known that loads back unchanged.")
@@ -309,13 +309,13 @@ def _inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -
             # A matrix that is read column by column becomes one with as many columns as it had rows, so that is how it
             # is read on the way back.
             num_rows = run.num_elements // run.num_columns if run.num_columns else 0
-            own = TensorRun(
+            own_run = TensorRun(
                 name=own_name,
                 start=position,
                 num_elements=run.num_elements,
                 num_columns=num_rows,
             )
-            placed[run.name].append((run.start, own))
+            placed[run.name].append((run.start, own_run))
             position += run.num_elements
 
     inverted = dict[str, Assembly]()

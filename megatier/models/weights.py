@@ -235,20 +235,20 @@ class SafetensorsFolder(TensorReader):
             )
 
         for names in aliases.values():
-            found = [name for name in names if name in self._assemblies]
-            if not found:
+            stored_names = [name for name in names if name in self._assemblies]
+            if not stored_names:
                 raise UnsupportedModelError(
                     f"{self._folder}: tensor {names[0]} is missing. Does config.json belong to these files?"
                 )
-            for name in found:
+            for name in stored_names:
                 self._check_tensor(name, state[name])
 
             # If it is stored under several names, the values must be equal.
-            for name in found[1:]:
-                self._refuse_unequal(found[0], name)
+            for name in stored_names[1:]:
+                self._refuse_unequal(stored_names[0], name)
 
             # Units use only the first of its names.
-            self._assemblies[names[0]] = self._assemblies[found[0]]
+            self._assemblies[names[0]] = self._assemblies[stored_names[0]]
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         """Check a stored tensor against its parameter or buffer. An integer buffer accepts integers that fit.
