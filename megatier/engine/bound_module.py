@@ -290,9 +290,9 @@ class BoundModule:
             if name not in self.code_parameters:
                 numbers.append(weight)
 
-        for what, tensors in (("a weight", numbers), ("an output", outputs)):
+        for kind, tensors in (("a weight", numbers), ("an output", outputs)):
             if not all(map(_is_finite, tensors)):
-                raise NonFiniteError(f"{what} of unit {self.unit} ({self.module_name}) is not finite")
+                raise NonFiniteError(f"{kind} of unit {self.unit} ({self.module_name}) is not finite")
 
     @property
     def can_stay_bound(self) -> bool:

@@ -95,11 +95,11 @@ def empty(kind: type, maxlen: int | None) -> Any:  # noqa: ANN401
         maxlen: the bound of a deque.
     """
     base = _base(kind)
-    made = base.__new__(kind)
+    container = base.__new__(kind)
     if base is deque:
         # A deque takes its bound only when it is initialised.
-        deque.__init__(made, (), maxlen)
-    return made
+        deque.__init__(container, (), maxlen)
+    return container
 
 
 def fill(container: Any, contents: Mapping[ContainerKey, Any]) -> None:  # noqa: ANN401

@@ -349,7 +349,7 @@ class Gradients:
 
         for tensor in layout.tensors:
             target = buffer[tensor.start : tensor.stop]
-            summands = [found[tensor.name] for found in (before, grads) if tensor.name in found]
+            summands = [by_name[tensor.name] for by_name in (before, grads) if tensor.name in by_name]
             # Otherwise a sum of two bf16 tensors would be rounded before it is written.
             if len(summands) == 2 and target.dtype is torch.float32:
                 summands[0] = summands[0].float()

@@ -152,9 +152,9 @@ def _is_cross_entropy(function: Callable[..., Tensor]) -> bool:
     second = log_probabilities[0, 1, 4]
     third = log_probabilities[1, 0, 3]
     total = -(first + second + third)
-    found = torch.stack([mean, seventh]).double()
+    computed = torch.stack([mean, seventh]).double()
     expected = torch.stack([total / 3, total / 7])
-    return _agree(found, expected)
+    return _agree(computed, expected)
 
 
 @contextmanager
@@ -310,10 +310,10 @@ def _body(model: PreTrainedModel, head: nn.Module) -> nn.Module:
             return module
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
+def _agree(computed: Tensor, expected: Tensor) -> bool:
     """Return whether two fp64 tensors are equal up to rounding in fp32."""
     tolerance = _ROUNDING_ULPS * torch.finfo(torch.float32).eps * expected.abs()
-    return bool(((found - expected).abs() <= tolerance).all())
+    return bool(((computed - expected).abs() <= tolerance).all())
 
 
 def name_of(function: object) -> str:

@@ -64,7 +64,8 @@ class FusedLoss:
         self._chunk = chunk
         product = product_of(head.module)
         assert product is not None
-        self.names = {attribute: tensor.name for own, attribute, tensor in head.bindings if own is product._parameters}
+        of_product = [(key, tensor) for owner, key, tensor in head.bindings if owner is product._parameters]
+        self.names = {attribute: tensor.name for attribute, tensor in of_product}
         """The names of the head's parameters in the model, by their names in the head's module."""
         self._vocab_size = product.out_features
         self._function: Callable[..., Tensor] = model.loss_function
@@ -218,8 +219,8 @@ class FusedLoss:
         """Return the label of each row of hidden states, int64 [tokens], or one of the constants for labels."""
         given = labels if shift_labels is None else shift_labels
         if given is None or given.dtype is not torch.int64:
-            found = "missing" if given is None else str(given.dtype)
-            raise DataError(f"labels are {found}; the loss takes numbers of tokens, in int64.")
+            given_dtype = "missing" if given is None else str(given.dtype)
+            raise DataError(f"labels are {given_dtype}; the loss takes numbers of tokens, in int64.")
         if shift_labels is None:
             # As in Hugging Face's loss: the last token of a row predicts nothing, so its label does not count.
             given = functional.pad(given, (0, 1), value=ignore_index)[..., 1:]
@@ -402,9 +403,9 @@ def _more_arguments() -> frozenset[str]:
     return frozenset(names.difference(inspect.signature(FusedLoss.__call__).parameters))
 
 
-def _changed(what: str) -> StreamedModelError:
+def _changed(change: str) -> StreamedModelError:
     """Return the error about a model that was changed since its head and loss were fused."""
     return StreamedModelError(
-        f"the model's loss is fused with its head, and since the model was opened {what}. The fused loss would not be "
-        f"the model's own; undo that, or {_UNFUSED}."
+        f"the model's loss is fused with its head, and since the model was opened {change}. The fused loss would not "
+        f"be the model's own; undo that, or {_UNFUSED}."
     )

@@ -218,13 +218,13 @@ def _modes() -> tuple[list[Any], torch.device]:
     """Return torch's active modes that may change what operators do, and the default device."""
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
     default = torch.device("cpu")
-    found = []
+    active = []
     for mode in modes:
         if isinstance(mode, DeviceContext):
             default = mode.device
         elif type(mode).__module__ not in _COUNTING_MODES:
-            found.append(mode)
-    return found, default
+            active.append(mode)
+    return active, default
 
 
 def _is_in(mode: object, modes: list[Any]) -> bool:

@@ -148,11 +148,11 @@ class Engine:
         divisor = max(1, total) if len(groups) > 1 or not total else None
 
         # Batches are copied before the loads, which are long: copies run in the order in which they were enqueued.
-        own = self._all_ranks.own_groups(len(groups))
-        batches = [self.model.on_device(groups[index]) for index in own]
+        own_groups = self._all_ranks.own_groups(len(groups))
+        batches = [self.model.on_device(groups[index]) for index in own_groups]
         self.begin_step(step, rate, [number for number, batch in enumerate(batches) if is_text(batch)])
         losses = []
-        for number, index in enumerate(own):
+        for number, index in enumerate(own_groups):
             loss = self._train_group(step, number, batches[number], divisor, shares[index])
             losses.append(loss)
         norm = self.measure(step)
@@ -182,8 +182,8 @@ class Engine:
         """
         assert self._optimizer.hyper.deferred, "updates that do not wait cannot be dropped"
         self.model.skeleton.train()
-        own = self._all_ranks.own_groups(len(groups))
-        batches = [self.model.on_device(groups[index]) for index in own]
+        own_groups = self._all_ranks.own_groups(len(groups))
+        batches = [self.model.on_device(groups[index]) for index in own_groups]
         self.begin_step(1, 0.0)
         for number, batch in enumerate(batches):
             self._train_group(1, number, batch, None, 1.0)

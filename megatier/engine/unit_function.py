@@ -205,19 +205,19 @@ class UnitFunction(torch.autograd.Function):
             retains = record.keeps_graphs and purpose.retains_graph
             with stage.arithmetic(), node.resumed():
                 output_grads = _cut_grads(grads, graph.rows, index, call.num_slices)
-                found = _grads(graph.outputs, output_grads, wanted, retains=retains)
+                wanted_grads = _grads(graph.outputs, output_grads, wanted, retains=retains)
 
             # This slice's graph is freed before its gradients are added up, and before the next slice recomputes its
             # own.
             del graph, trained, wanted
             if node.trained and purpose.trains:
-                summands = list(zip(node.trained, found[num_inputs:], strict=True))
+                summands = list(zip(node.trained, wanted_grads[num_inputs:], strict=True))
                 stage.gradients.add(node.unit, summands)
                 del summands
-            input_grads.append(list(found[:num_inputs]))
+            input_grads.append(list(wanted_grads[:num_inputs]))
 
             # The gradients of the weights are freed too, since they are as large as the weights.
-            del found
+            del wanted_grads
 
         # The fetched tensors are held no longer than the graphs that read them.
         if record.beside is not None:
@@ -289,9 +289,9 @@ def _offload_input(record: _ForwardRecord, inputs: Sequence[Tensor]) -> list[Ten
 
     # Tensors in containers stay, since other units read them too. So do weights that are lent.
     stays = call.arguments.in_containers
-    own = [i for i, at in enumerate(call.differentiable) if at not in stays and not call.is_lent(at)]
-    if node.activations.offloads_input and own:
-        largest = max(own, key=lambda i: inputs[i].numel())
+    candidates = [i for i, at in enumerate(call.differentiable) if at not in stays and not call.is_lent(at)]
+    if node.activations.offloads_input and candidates:
+        largest = max(candidates, key=lambda i: inputs[i].numel())
         tensor = inputs[largest].detach().contiguous()
         record.offloaded = largest
         result[largest] = tensor

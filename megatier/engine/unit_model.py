@@ -143,13 +143,13 @@ class UnitModel:
             UnsupportedModelError: the model has no separate one.
         """
         head = self.skeleton.get_output_embeddings()
-        found = next((node for node in self.nodes if node.module is head), None)
-        if found is None:
+        head_node = next((node for node in self.nodes if node.module is head), None)
+        if head_node is None:
             raise UnsupportedModelError(
                 f"the output embedding of {type(self.skeleton).__name__} is not a unit of its own; it cannot be lent."
             )
 
-        return found
+        return head_node
 
     def loss(self, batch: Batch, counted: int | None, share: float = 1.0) -> Tensor:
         """Run one forward and return its loss.
