@@ -289,14 +289,14 @@ def find_quantised_weights(graph: Graph) -> list[Node]:
     The compiler would save the FP8 weight for the backward, since it is half as large as the weight. But the weight
     itself stays on its tier meanwhile, and takes no GPU memory.
     """
-    found = []
+    quantised = []
     only: dict[Node, Node | None] = {}
     for node in graph.nodes:
         sources = {only[source] for source in node.all_input_nodes}
         only[node] = node if node.op == "placeholder" else next(iter(sources)) if len(sources) == 1 else None
         if _is_fp8(node) and only[node] and not any(map(_is_fp8, node.all_input_nodes)):
-            found.append(node)
-    return found
+            quantised.append(node)
+    return quantised
 
 
 def find_scales(graph: Graph) -> list[Node]:
@@ -312,7 +312,7 @@ def find_scales(graph: Graph) -> list[Node]:
             forward.add(node)
 
     # Go back from the product that becomes FP8 along nodes with one number per row, which are its scale.
-    found = []
+    scales = []
     seen: set[Node] = set()
     waiting = [source for node in forward if _is_fp8(node) for source in node.all_input_nodes]
     while waiting:
@@ -321,10 +321,10 @@ def find_scales(graph: Graph) -> list[Node]:
                 continue
             seen.add(source)
             if source.target is torch.ops.aten.amax.default:
-                found.append(source)
+                scales.append(source)
             else:
                 waiting.append(source)
-    return found
+    return scales
 
 
 def _has_one_column(node: Node) -> bool:

@@ -70,12 +70,12 @@ class Fp8Experts(nn.Module):
         # Some models override the gate, such as gpt-oss, which clamps it.
         inside = experts._apply_gate(inside) if has_gate else experts.act_fn(inside)
         # By now each pair has its own row.
-        found = self._product(LAST_MATRIX, inside, layout, 1)
+        results = self._product(LAST_MATRIX, inside, layout, 1)
         if getattr(experts, "has_post_expert_norm", False):
-            found = experts.post_expert_norm(found)
+            results = experts.post_expert_norm(results)
 
         # Summed in the order of a token's own experts.
-        weighted = found * top_k_weights.reshape(-1, 1)
+        weighted = results * top_k_weights.reshape(-1, 1)
         return weighted.view(num_tokens, copies, -1).sum(1).to(hidden_states.dtype)
 
     def _product(self, name: str, rows: Tensor, layout: ExpertRows, copies: int) -> Tensor:

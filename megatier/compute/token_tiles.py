@@ -422,7 +422,7 @@ def _chosen(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
     return [x for x, is_wanted in zip(tensors, wanted, strict=False) if is_wanted]
 
 
-def _spread(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+def _spread(wanted_grads: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
     """Return the gradients in their places, with None where none is wanted."""
-    left = iter(found)
+    left = iter(wanted_grads)
     return [next(left) if is_wanted else None for is_wanted in wanted]

@@ -84,9 +84,9 @@ def varlen_attention(
         return output.unsqueeze(0), sums
 
     pieces = zip(*(_split(tensor, ends) for tensor in (query, key, value)), strict=True)
-    found = [_aten._scaled_dot_product_flash_attention_for_cpu(*piece, scale=scale) for piece in pieces]
-    output = torch.cat([output.transpose(1, 2) for output, _ in found], dim=1)
-    return output, torch.cat([sums for _, sums in found], dim=2).squeeze(0)
+    of_pieces = [_aten._scaled_dot_product_flash_attention_for_cpu(*piece, scale=scale) for piece in pieces]
+    output = torch.cat([output.transpose(1, 2) for output, _ in of_pieces], dim=1)
+    return output, torch.cat([sums for _, sums in of_pieces], dim=2).squeeze(0)
 
 
 @torch.library.custom_op("megatier::varlen_attention_backward", mutates_args=())
@@ -111,16 +111,16 @@ def _attention_backward(
         grads = _aten._flash_attention_backward(
             grad[0], *tokens, output[0], sums, ends, ends, number, number, 0.0, False, state, unused, scale=scale
         )
-        by_token = [found.contiguous().unsqueeze(0) for found in grads]
+        by_token = [of_tensor.contiguous().unsqueeze(0) for of_tensor in grads]
     else:
         by_head = (grad.transpose(1, 2), query, key, value, output.transpose(1, 2), sums.unsqueeze(0))
         pieces = zip(*(_split(tensor, ends) for tensor in by_head), strict=True)
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         of_pieces = [backward(*piece, 0.0, False, scale=scale) for piece in pieces]
         of_tensors = zip(*of_pieces, strict=True)
-        by_token = [torch.cat([found.transpose(1, 2) for found in grads], dim=1) for grads in of_tensors]
+        by_token = [torch.cat([piece_grad.transpose(1, 2) for piece_grad in grads], dim=1) for grads in of_tensors]
 
-    of_query, of_key, of_value = (found.transpose(1, 2) for found in by_token)
+    of_query, of_key, of_value = (of_tensor.transpose(1, 2) for of_tensor in by_token)
     return of_query, of_key, of_value
 
 

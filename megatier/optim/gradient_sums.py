@@ -98,16 +98,16 @@ class GradientSums:
         """
         # Layouts are in the order of the forward.
         units = [unit for unit in reversed(self.layouts) if unit in self._sums]
-        own: list[tuple[int, str]] = []
+        own_first: list[tuple[int, str]] = []
         for index, unit in enumerate(units):
             name = self._non_finite_in(unit)
             if name is not None:
-                own.append((index, name))
+                own_first.append((index, name))
                 break
-        by_rank = [own] if self._ranks is None else self._ranks.all_gather_object(own)
+        by_rank = [own_first] if self._ranks is None else self._ranks.all_gather_object(own_first)
 
         # A unit's shards are in the order of the ranks, so for one unit the lower rank counts.
-        firsts = [(index, rank, name) for rank, found in enumerate(by_rank) for index, name in found]
+        firsts = [(index, rank, name) for rank, first_of_rank in enumerate(by_rank) for index, name in first_of_rank]
         if not firsts:
             return None
         _, _, name = min(firsts)
