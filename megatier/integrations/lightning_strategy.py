@@ -144,8 +144,8 @@ class MegatierStrategy(SingleDeviceStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return Lightning's loader, whose workers report if shared memory is too small for their batches."""
-        found: object = super().process_dataloader(dataloader)
-        return sharing(found) if isinstance(found, DataLoader) else found
+        loader: object = super().process_dataloader(dataloader)
+        return sharing(loader) if isinstance(loader, DataLoader) else loader
 
     def on_train_start(self) -> None:
         """Check that the batches make whole steps.
@@ -161,11 +161,11 @@ class MegatierStrategy(SingleDeviceStrategy):
         counts = {"an epoch": trainer.num_training_batches}
         if trainer.enable_validation:
             counts["val_check_interval"] = trainer.val_check_batch
-        for what, count in counts.items():
+        for interval, count in counts.items():
             if isinstance(count, int) and count % steps:  # an iterable dataset does not say how many there are
                 raise ConfigError(
-                    f"{what} has {count} batches, no multiple of accumulate_grad_batches ({steps}), and every step of "
-                    "a streamed model has as many. Set limit_train_batches or val_check_interval to a multiple."
+                    f"{interval} has {count} batches, no multiple of accumulate_grad_batches ({steps}), and every step "
+                    "of a streamed model has as many. Set limit_train_batches or val_check_interval to a multiple."
                 )
 
     def on_validation_start(self) -> None:

@@ -223,9 +223,9 @@ def _checked(name: str, value: Any, told: str = "") -> Any:  # noqa: ANN401 - of
         return number(name, value, f"at least {argument.least}", least=argument.least, whole=True)
     elif argument.values:
         # A torch dtype is replaced by its name.
-        found = next((text for text, dtype in COMPUTE_DTYPES.items() if value is dtype), value)
-        require(found in argument.values, told or name, value, in_words(argument.values))
-        return found
+        choice = next((text for text, dtype in COMPUTE_DTYPES.items() if value is dtype), value)
+        require(choice in argument.values, told or name, value, in_words(argument.values))
+        return choice
     return value
 
 

@@ -46,8 +46,8 @@ class SavedStream:
     @property
     def groups(self) -> int | None:
         """The number of backwards of all ranks in its steps; None: an older version wrote it."""
-        found = self.state.get("groups")
-        return found if isinstance(found, int) else None
+        groups = self.state.get("groups")
+        return groups if isinstance(groups, int) else None
 
     def check(self, kept: Mapping[str, str], base: Mapping[str, str]) -> None:
         """Check that it fits a model.

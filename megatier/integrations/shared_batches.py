@@ -98,18 +98,18 @@ def _room() -> str:
 
 def _sizes() -> tuple[int, int]:
     """Return the bytes of shared memory, and how many of them are free."""
-    found = os.statvfs(FOLDER)
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    status = os.statvfs(FOLDER)
+    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
-def _tensors(found: object) -> Iterator[Tensor]:
+def _tensors(batch: object) -> Iterator[Tensor]:
     """Yield the tensors of a batch that torch would put into shared memory: those with bytes on the CPU."""
-    if isinstance(found, Tensor):
-        if found.layout is torch.strided and found.device.type == "cpu" and found.untyped_storage().nbytes():
-            yield found
-    elif isinstance(found, Mapping):
-        for value in found.values():
+    if isinstance(batch, Tensor):
+        if batch.layout is torch.strided and batch.device.type == "cpu" and batch.untyped_storage().nbytes():
+            yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
             yield from _tensors(value)
-    elif isinstance(found, (list, tuple)):
-        for value in found:
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
             yield from _tensors(value)

@@ -117,8 +117,8 @@ def stream(
     """
     config = loop_config(short, tiers, train, _own_attention(model))
     rate_name = "train.learning_rate" if train else "lr"
-    for words in list_remarks(config, rate_name):
-        warn(words)
+    for remark in list_remarks(config, rate_name):
+        warn(remark)
 
     # An empty path would mean the current directory.
     is_named = isinstance(model, str | os.PathLike) and os.fspath(model) != ""
@@ -210,24 +210,25 @@ def _in_folder(
         is_adapted: whether adapters will be added. The base may then be quantised.
     """
     computing = config.model
-    found = read_model_config(computing, folder)
-    begins = num_labels is not None and not is_classifier(found)
-    if num_labels is not None and not begins and num_labels != found.num_labels:
+    model_config = read_model_config(computing, folder)
+    begins = num_labels is not None and not is_classifier(model_config)
+    if num_labels is not None and not begins and num_labels != model_config.num_labels:
         raise UnsupportedModelError(
-            f"{folder}: the classifier has {found.num_labels} labels, and num_labels is {num_labels}. Leave it out."
+            f"{folder}: the classifier has {model_config.num_labels} labels, and num_labels is {num_labels}. "
+            "Leave it out."
         )
-    if begins and is_quantised(found):
+    if begins and is_quantised(model_config):
         raise UnsupportedModelError(
             f"{folder} is quantised; num_labels takes a language model in bf16 or fp32, on which a classifier begins."
         )
-    if is_adapted and is_quantised(found):
-        return open_quantised(folder, found, computing.attention, COMPUTE_DTYPES[computing.compute_dtype])
+    if is_adapted and is_quantised(model_config):
+        return open_quantised(folder, model_config, computing.attention, COMPUTE_DTYPES[computing.compute_dtype])
 
-    model = build_skeleton(found, computing.attention)
+    model = build_skeleton(model_config, computing.attention)
     reader = SafetensorsFolder(folder, model)
     if num_labels is None or not begins:
         return model, reader
-    classifier = build_skeleton(named_as_classifier(found, num_labels), computing.attention)
+    classifier = build_skeleton(named_as_classifier(model_config, num_labels), computing.attention)
     return classifier, NewScore(reader, {name for name, _ in model.named_parameters()}, classifier, config.train.seed)
 
 

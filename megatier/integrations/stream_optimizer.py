@@ -104,8 +104,8 @@ class StreamedOptimizer(ExternalStateOptimizer):
             raise StreamedModelError("biases and norms of a streamed model do not decay: set weight_decay in group 0.")
 
         beta1, beta2 = decayed["betas"]
-        own = {name: decayed[name] for name in ("eps", "weight_decay", "momentum") if name in decayed}
-        return float(decayed["lr"]), {"beta1": beta1, "beta2": beta2} | own
+        other_settings = {name: decayed[name] for name in ("eps", "weight_decay", "momentum") if name in decayed}
+        return float(decayed["lr"]), {"beta1": beta1, "beta2": beta2} | other_settings
 
     def _view(self) -> _OnTiers:
         """Return the value of `state`."""

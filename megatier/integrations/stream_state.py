@@ -93,11 +93,11 @@ class StreamedState(ABC):
         self._hub_weights: HubWeights | None = None
 
     @abstractmethod
-    def _check_between_steps(self, what: str) -> None:
+    def _check_between_steps(self, subject: str) -> None:
         """Refuse a call while a step is open.
 
         Args:
-            what: the subject of the message.
+            subject: the subject of the message.
         """
 
     @property
@@ -348,14 +348,14 @@ class StreamedState(ABC):
         self._held.drop_all()
         restore(self._session, saved.path, weights_only=True)
 
-    def _finish_updates(self, what: str, call: str) -> None:
+    def _finish_updates(self, subject: str, call: str) -> None:
         """Finish all pending updates, so that weights can be read.
 
         Args:
-            what: the subject of the message if a step is open.
+            subject: the subject of the message if a step is open.
             call: the call that all ranks must make.
         """
-        self._check_between_steps(what)
+        self._check_between_steps(subject)
         self._sync_ranks(call)
         self._session.player.drain()
 

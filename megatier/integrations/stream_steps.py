@@ -192,12 +192,12 @@ class StreamedSteps(StreamedState):
         self._check_open()
 
         # The last forward counts only when its backward has ended, which an interrupt may have prevented.
-        made = self._step.num_groups
+        count = self._step.num_groups
         if self.is_in_step and self._engine.gradients.is_open:
-            made -= 1
-        if made < self.accumulation_steps:
+            count -= 1
+        if count < self.accumulation_steps:
             raise StreamedModelError(
-                f"optimizer.step() after {made} of {self.accumulation_steps} backwards: each step needs as many as "
+                f"optimizer.step() after {count} of {self.accumulation_steps} backwards: each step needs as many as "
                 "accumulation_steps of megatier.stream says. A step() or zero_grad() before took those that were made, "
                 "and a backward for gradients of inputs alone is none. Make the missing ones, or drop the step with "
                 "abandon()."
@@ -225,9 +225,9 @@ class StreamedSteps(StreamedState):
         """
         write_trace(Path(path), self._events)
 
-    def _check_between_steps(self, what: str) -> None:
+    def _check_between_steps(self, subject: str) -> None:
         self._check_open()
         if self.is_in_step:
             raise StreamedModelError(
-                f"{what} in the middle of a step: end it with optimizer.step() first, or drop it with abandon()."
+                f"{subject} in the middle of a step: end it with optimizer.step() first, or drop it with abandon()."
             )

@@ -134,8 +134,8 @@ class TrainerRows(Base):
             )
         # Otherwise the Trainer would count the tokens of all ranks, and each loss would be only a part of the mean.
         with patched(vars(self.args), average_tokens_across_devices=False):
-            found = super().prediction_step(model, inputs, *args, **kwargs)
-        return self._filled_up(inputs, *found) if self.streamed.num_ranks > 1 else found
+            prediction = super().prediction_step(model, inputs, *args, **kwargs)
+        return self._filled_up(inputs, *prediction) if self.streamed.num_ranks > 1 else prediction
 
     def _filled_up(self, inputs: dict[str, Any], loss: Any, logits: Any, labels: Any) -> Any:  # noqa: ANN401
         """Pad the logits and labels of a short batch to as many rows as other ranks have.

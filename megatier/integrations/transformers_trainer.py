@@ -81,12 +81,12 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         given = self.given(model, *args, **kwargs)
         check_given(given, feeds_vllm=self.feeds_vllm())
         if not isinstance(model, Streamed):
-            own: dict[str, Any] = {
+            from_args: dict[str, Any] = {
                 "tiers": tiers,
                 "accumulation_steps": accumulation_of(given.get("args")),
                 "fused_loss": self.fuses_loss and not needs_logits(given),
             }
-            model = stream(model, **{**own, **check_stream_kwargs(stream_kwargs or {})})
+            model = stream(model, **{**from_args, **check_stream_kwargs(stream_kwargs or {})})
         elif tiers is not None or stream_kwargs:
             raise ConfigError("tiers and stream_kwargs belong to megatier.stream, which has opened this model already.")
         self.streamed = model
@@ -193,12 +193,12 @@ class StreamedTraining(TrainerFiles, TrainerRows):
 
     def _loss_of_rank(self, compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Return the trainer's loss, in training this rank's part of the mean over ranks, since a step adds up."""
-        found = compute_loss(*args, **kwargs)
+        loss = compute_loss(*args, **kwargs)
         if not torch.is_grad_enabled():
-            return found
-        if isinstance(found, tuple):
-            return found[0] / self.streamed.num_ranks, *found[1:]
-        return found / self.streamed.num_ranks
+            return loss
+        if isinstance(loss, tuple):
+            return loss[0] / self.streamed.num_ranks, *loss[1:]
+        return loss / self.streamed.num_ranks
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - the Trainer's
         """Run a forward and backward, and return its contribution to the logged loss of all ranks.
@@ -213,18 +213,18 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         # accelerate wraps the optimizer, which is then this attribute.
         if getattr(self.optimizer, "optimizer", self.optimizer) is not self.streamed.optimizer:
             raise ConfigError(OWN_OPTIMIZER)
-        own: Tensor = super().training_step(*args, **kwargs)
+        own_loss: Tensor = super().training_step(*args, **kwargs)
         if self.streamed.num_ranks == 1:
-            return own
+            return own_loss
 
         # The ranks synchronise once a step, instead of for each loss.
-        self._losses.append(own)
+        self._losses.append(own_loss)
         if len(self._losses) < self.streamed.accumulation_steps:
-            return torch.zeros_like(own)
-        found = self.streamed.all_of(torch.stack(self._losses).cpu())
+            return torch.zeros_like(own_loss)
+        by_rank = self.streamed.all_of(torch.stack(self._losses).cpu())
         self._losses.clear()
         # Group by group, each with the losses of all ranks, as a single process would have them.
-        losses = torch.stack(found, dim=1).flatten().to(own.device)
+        losses = torch.stack(by_rank, dim=1).flatten().to(own_loss.device)
 
         # The Trainer leaves a returned loss that is not finite out of its logs.
         if not losses.isfinite().all():
@@ -241,14 +241,14 @@ class StreamedTraining(TrainerFiles, TrainerRows):
 
             # The second group has biases and norms, which do not decay.
             betas = (args.adam_beta1, args.adam_beta2)
-            own = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
-            for name, value in (*own.items(), ("weight_decay", args.weight_decay)):
+            settings = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+            for name, value in (*settings.items(), ("weight_decay", args.weight_decay)):
                 check_setting(name, value)
             for group, decay in zip(self.optimizer.param_groups, (args.weight_decay, 0.0), strict=True):
-                group.update(own, weight_decay=decay)
+                group.update(settings, weight_decay=decay)
 
             # Schedules with a minimum rate divide by the optimizer's initial one.
-            self.optimizer.defaults.update(own, weight_decay=args.weight_decay)
+            self.optimizer.defaults.update(settings, weight_decay=args.weight_decay)
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
@@ -321,10 +321,10 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         if not overriding(type(self), StreamedTraining, COMPARED) or not self.args.weight_decay:
             return
         model = self.streamed.model
-        own = decay_parameter_names(model)
+        decaying = decay_parameter_names(model)
         names = frozenset(self.get_decay_parameter_names(model))
         trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
-        different = [name for name in trained if (name in names) != (name in own)]
+        different = [name for name in trained if (name in names) != (name in decaying)]
         if different:
             raise ConfigError(
                 f"get_decay_parameter_names of {type(self).__name__}: {different[0]} "

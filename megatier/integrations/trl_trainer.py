@@ -59,9 +59,9 @@ class StreamedTrl(StreamedTraining):
         self._check_given_to_trl(model, given)
         # `megatier.stream` makes the adapters. `model_for_trainer` decides whether TRL learns of them.
         peft_config = given.pop("peft_config", None)
-        if own := self._own_kwargs(model, given, peft_config):
+        if kwargs_of_trl := self._own_kwargs(model, given, peft_config):
             # The user's own settings take precedence.
-            given["stream_kwargs"] = {**own, **(given.get("stream_kwargs") or {})}
+            given["stream_kwargs"] = {**kwargs_of_trl, **(given.get("stream_kwargs") or {})}
         with warnings.catch_warnings():
             # New adapters are in the model before `model_for_trainer` lets TRL call `get_peft_model`, and PEFT would
             # warn about that.
@@ -102,19 +102,19 @@ class StreamedTrl(StreamedTraining):
     def _own_kwargs(self, model: Any, given: dict[str, Any], peft_config: Any) -> dict[str, Any]:  # noqa: ANN401
         """Return the arguments of `megatier.stream` that follow from TRL's arguments."""
         args = given.get("args")
-        own: dict[str, Any] = {}
+        stream_kwargs: dict[str, Any] = {}
         if peft_config is not None:
-            own["peft_config"] = peft_config
+            stream_kwargs["peft_config"] = peft_config
         is_folder = not isinstance(model, Streamed | nn.Module)
         if isinstance(self, RewardTrainer) and is_folder:
-            own["num_labels"] = 1  # as TRL itself opens a folder
-        if own:
+            stream_kwargs["num_labels"] = 1  # as TRL itself opens a folder
+        if stream_kwargs:
             # Adapters and a score are initialised from TRL's seed.
-            own["seed"] = getattr(args, "seed", 42)
+            stream_kwargs["seed"] = getattr(args, "seed", 42)
         if is_folder:
             init_kwargs = getattr(args, "model_init_kwargs", None) or {}
-            own |= read_init_kwargs(init_kwargs, given.get("stream_kwargs") or {})
-        return own
+            stream_kwargs |= read_init_kwargs(init_kwargs, given.get("stream_kwargs") or {})
+        return stream_kwargs
 
     def feeds_vllm(self) -> bool:
         """Return whether the trainer uses vLLM through TRL's `VLLMGeneration`."""
@@ -147,8 +147,8 @@ class StreamedTrl(StreamedTraining):
         if model.has_new_adapters and "peft_config" in self.parameters():
             given["peft_config"] = wrapper.wrapping_config(model.model)
             return model.model
-        made: nn.Module = wrapper.StreamedPeftModel(model.model)
-        return made
+        peft_model: nn.Module = wrapper.StreamedPeftModel(model.model)
+        return peft_model
 
     def _check_given_to_trl(self, model: Any, given: dict[str, Any]) -> None:  # noqa: ANN401 - the trainer's
         """Refuse arguments with which TRL would do something that a streamed model does not support.

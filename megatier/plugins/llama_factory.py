@@ -63,12 +63,12 @@ def on_meta(read: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(read)
     def reading(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - LLaMA-Factory's
-        found = read(*args, **kwargs)
+        arguments = read(*args, **kwargs)
         # The model's arguments come first. LLaMA-Factory sets their device while it reads them, so it is set
         # afterwards.
-        model_args = found[0]
+        model_args = arguments[0]
         model_args.device_map = {"": "meta"}
-        return found
+        return arguments
 
     return reading
 

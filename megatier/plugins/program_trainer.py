@@ -140,14 +140,14 @@ def check_same_config(used: PretrainedConfig, stored: PretrainedConfig) -> None:
 
 def _entries(config: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
     """Return the entries of a config by their paths, nested ones included, except neutral ones."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in config.items():
         # Names with an underscore are transformers' own records, such as the model's path.
         if str(name).startswith("_") or name in NEUTRAL:
             continue
         path = f"{above}{name}"
         if isinstance(value, Mapping):
-            found |= _entries(value, f"{path}.")
+            entries |= _entries(value, f"{path}.")
         else:
-            found[path] = value
-    return found
+            entries[path] = value
+    return entries

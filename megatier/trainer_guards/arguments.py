@@ -91,14 +91,14 @@ def check_given(given: Mapping[str, Any], *, feeds_vllm: bool) -> None:
 
 def accumulation_of(args: Any) -> int:  # noqa: ANN401 - TrainingArguments, or None
     """Return the number of backwards for each step that a trainer will make, which accelerate's settings may say."""
-    own = int(getattr(args, "gradient_accumulation_steps", 1))
+    accumulation_steps = int(getattr(args, "gradient_accumulation_steps", 1))
 
     # A trainer refuses to be told in both ways, so accelerate's settings count where its own say nothing.
-    if own != 1:
-        return own
+    if accumulation_steps != 1:
+        return accumulation_steps
     accelerator = getattr(args, "accelerator_config", None)
     settings = getattr(accelerator, "gradient_accumulation_kwargs", None) or {}
-    return int(settings.get("num_steps", own))
+    return int(settings.get("num_steps", accumulation_steps))
 
 
 def needs_logits(given: Mapping[str, Any]) -> bool:
