@@ -149,14 +149,14 @@ def _ranks_and_alphas(model: PreTrainedModel, config: Any) -> tuple[dict[str, in
     return ranks, alphas
 
 
-def _pattern(given: Mapping[str, Any], default: float, values: Mapping[str, float], what: str) -> dict[str, Any]:
+def _pattern(given: Mapping[str, Any], default: float, values: Mapping[str, float], setting: str) -> dict[str, Any]:
     """Return a pattern for PEFT's config that gives each layer its value when it is loaded.
 
     Args:
         given: the pattern in the config.
         default: the value of layers that no pattern matches.
         values: the value of each layer, by its name.
-        what: what the values are, for the message.
+        setting: what the values are, for the message.
 
     Raises:
         UnsupportedModelError: no such pattern exists.
@@ -169,8 +169,8 @@ def _pattern(given: Mapping[str, Any], default: float, values: Mapping[str, floa
             return dict(pattern)
 
     raise UnsupportedModelError(
-        f"PEFT's config has no way to say the {what} that the layers of this adapter have now, since the name of one "
-        "layer is the end of another's. Give both the same, or export the merged model (megatier export --merge)."
+        f"PEFT's config has no way to say the {setting} that the layers of this adapter have now, since the name of "
+        "one layer is the end of another's. Give both the same, or export the merged model (megatier export --merge)."
     )
 
 

@@ -184,7 +184,8 @@ def check_trained(model: PreTrainedModel) -> None:
     in_folder = set(stored_names(model).values())
     odd = sorted(trained ^ in_folder)
     if odd:
-        what = "is trained, but no part of" if odd[0] in trained else "is not trained, but a part of"
+        defect = "is trained, but no part of" if odd[0] in trained else "is not trained, but a part of"
         raise ConfigError(
-            f"{odd[0]} {what} the adapters. Leave frozen out, and name what is trained beside them in modules_to_save."
+            f"{odd[0]} {defect} the adapters. Leave frozen out, and name what is trained beside them in "
+            "modules_to_save."
         )

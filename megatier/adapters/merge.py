@@ -139,9 +139,9 @@ class LayerMerger:
         config.inference_mode = False
         add_given(self._model, config, "")
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
-        own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        if own != self._shapes:
-            name = min(own.keys() ^ self._shapes.keys(), default="a parameter")
+        plain_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        if plain_shapes != self._shapes:
+            name = min(plain_shapes.keys() ^ self._shapes.keys(), default="a parameter")
             raise UnsupportedModelError(
                 f"adapters of {type(model).__name__} cannot be merged: the model is not the one that its config "
                 f"describes ({name} differs). Give the engine the adapter alone, by Streamed.export."
@@ -149,13 +149,13 @@ class LayerMerger:
 
         self._adapted = _adapted(self._model)
         parts = defaultdict[str, list[str]](list)
-        for name in own:
+        for name in plain_shapes:
             if is_of_adapter(name):
                 parts[adapter_module(name)].append(name)
         self._parts = {name: parts[module_name] for name, (module_name, _) in self._adapted.items()}
-        copied = {base_name(name) for name in own if COPY in name}
+        copied = {base_name(name) for name in plain_shapes if COPY in name}
         self.names = {}
-        for name in own:
+        for name in plain_shapes:
             is_original = base_name(name) in copied and COPY not in name
             if not is_of_adapter(name) and not is_original:
                 self.names[name] = base_name(name)

@@ -259,8 +259,8 @@ def _checked_groups(folder: Path, settings: Mapping[str, Any]) -> tuple[int, int
         bits = weights.get("num_bits")
         is_symmetric = weights.get("symmetric") is not False
         if (kind, bits) != ("float", 8) or not is_symmetric:
-            what = f"{kind} of {bits} bits, {settings.get('format')}"
-            raise UnsupportedModelError(f"{folder}: its weights are quantised as {printable(what)}. {_REMEDY}")
+            form = f"{kind} of {bits} bits, {settings.get('format')}"
+            raise UnsupportedModelError(f"{folder}: its weights are quantised as {printable(form)}. {_REMEDY}")
 
         # Groups are runs within a row, so blocks of one row.
         structure = _pair(weights.get("block_structure"))
@@ -378,9 +378,9 @@ def _pair(value: object) -> tuple[int, int] | None:
             return None
 
 
-def _refused(tensor: StoredTensor, what: str) -> UnsupportedModelError:
+def _refused(tensor: StoredTensor, reason: str) -> UnsupportedModelError:
     """Return the error about a stored tensor."""
-    return UnsupportedModelError(f"{tensor.path}: tensor {printable(tensor.name)} {what}. {_REMEDY}")
+    return UnsupportedModelError(f"{tensor.path}: tensor {printable(tensor.name)} {reason}. {_REMEDY}")
 
 
 def _read(stored: StoredTensor | Tensor, start: int, stop: int) -> Tensor:

@@ -149,9 +149,9 @@ class StoredAdapter:
                 "PEFT, and save it with save_pretrained(save_embedding_layers=False)."
             )
         if odd:
-            what = "holds {}, which is no part of" if odd[0] in stored else "lacks {}, a part of"
+            defect = "holds {}, which is no part of" if odd[0] in stored else "lacks {}, a part of"
             raise ConfigError(
-                f"model.lora.adapter: {path} {what.format(printable(odd[0]))} such adapters of {type(model).__name__} "
+                f"model.lora.adapter: {path} {defect.format(printable(odd[0]))} such adapters of {type(model).__name__} "
                 f"({len(odd)} such tensors). Is it an adapter for another base?"
             )
 

@@ -72,8 +72,8 @@ def check_around(outer: nn.Module, inner: nn.Module) -> None:
                 f"{path} is around the model that is streamed, and has a hook or a forward of its own, which would be "
                 "lost. Put it on the model inside, which get_base_model() gives."
             )
-    own = {id(parameter) for parameter in inner.parameters()}
-    if outside := next((name for name, parameter in outer.named_parameters() if id(parameter) not in own), None):
+    inner_ids = {id(parameter) for parameter in inner.parameters()}
+    if outside := next((name for name, parameter in outer.named_parameters() if id(parameter) not in inner_ids), None):
         raise UnsupportedModelError(
             f"the parameter {outside} lies around the model that is streamed, so it would not be trained. Put it into "
             "the model inside."

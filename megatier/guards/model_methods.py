@@ -99,9 +99,9 @@ def _stay_at(
     is_here = device is None or (device.type == here.type and device.index in (None, here.index or 0))
     if is_here and dtype in (None, computes):
         return model
-    words = " and ".join(str(what) for what in (device, dtype) if what is not None)
+    asked = " and ".join(str(part) for part in (device, dtype) if part is not None)
     raise StreamedModelError(
-        f"the model was to move to {words}, but its weights stay on megatier's tiers and compute on {here} in "
+        f"the model was to move to {asked}, but its weights stay on megatier's tiers and compute on {here} in "
         f"{computes}. Leave out .{name}(), or call Accelerator.prepare without the model; tiers.device and "
         "compute_dtype of megatier.stream choose another place."
     )

@@ -100,10 +100,10 @@ def _holds_tensors(value: object) -> bool:
     return any(map(_holds_tensors, held))
 
 
-def _refused(what: str) -> StreamedModelError:
+def _refused(given: str) -> StreamedModelError:
     """Return the error about a prefix."""
     return StreamedModelError(
-        f"{what} a cache, or keys and values of earlier tokens, and a forward of a streamed model with gradients takes "
-        "none: they would be left out. Give all tokens to one forward, as input_ids or as inputs_embeds with a learnt "
-        "prefix in front; or make the forward under torch.no_grad()."
+        f"{given} a cache, or keys and values of earlier tokens, and a forward of a streamed model with gradients "
+        "takes none: they would be left out. Give all tokens to one forward, as input_ids or as inputs_embeds with a "
+        "learnt prefix in front; or make the forward under torch.no_grad()."
     )

@@ -224,9 +224,9 @@ def _check_trains_elsewhere(function: Any, args: tuple[Any, ...]) -> None:  # no
     # each parameter.
     clears = function == GRADIENT and _caller().f_code.co_name == "zero_grad"
     if (clears or sets_none) and first.has_gradient():
-        what = "grad = None" if sets_none else "zero_grad()"
+        call = "grad = None" if sets_none else "zero_grad()"
         raise StreamedModelError(
-            f"{what} of a module with {first.full_name} would clear gradients of the open step, which are on "
+            f"{call} of a module with {first.full_name} would clear gradients of the open step, which are on "
             "megatier's tiers: all of them or none. Drop the whole step with streamed.optimizer.zero_grad()."
         )
     if function == SETS_GRADIENT and not sets_none:
