@@ -135,8 +135,8 @@ class Conversion:
         """
         if value is not None and not fits(value):
             # As in the file, before it was parsed.
-            found = _written(self._waiting.get(key))
-            raise ConfigError(f"{self.source}: {key} is {found}; it must be {bound}. Change it there, or remove it.")
+            written = _written(self._waiting.get(key))
+            raise ConfigError(f"{self.source}: {key} is {written}; it must be {bound}. Change it there, or remove it.")
         return value
 
     # ------------------------------------------------------------------ findings

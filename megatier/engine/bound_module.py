@@ -223,14 +223,14 @@ class BoundModule:
 
     def _unbound(self) -> list[Tensor]:
         """Make the module's parameters unbound, and return them, one for each binding."""
-        found: list[Tensor] = []
+        unbound: list[Tensor] = []
         for parameters, attribute, tensor in self.bindings:
             parameter = parameters[attribute]
             assert parameter is not None
             make_unbound(parameter, self.stage.device, self.dtype, tensor.name)
-            found.append(parameter)
+            unbound.append(parameter)
 
-        return found
+        return unbound
 
     @contextlib.contextmanager
     def _bound(self, weights: Sequence[Tensor]) -> Iterator[None]:

@@ -152,12 +152,12 @@ class TrainerRows(Base):
             return loss, logits, labels
 
         short, rank = state.remainder // size, self.streamed.rank
-        found = self.streamed.all_of(find_batch_size(inputs))
-        if found == [rows] * self.streamed.num_ranks and not short:
+        num_rows = self.streamed.all_of(find_batch_size(inputs))
+        if num_rows == [rows] * self.streamed.num_ranks and not short:
             return loss, logits, labels
-        if found != [rows if number == short else size for number in range(self.streamed.num_ranks)]:
+        if num_rows != [rows if number == short else size for number in range(self.streamed.num_ranks)]:
             raise ConfigError(
-                f"the last batches of an evaluation have {found} rows on the ranks, and the dataset has {rows} for "
+                f"the last batches of an evaluation have {num_rows} rows on the ranks, and the dataset has {rows} for "
                 f"that of rank {short}. Use a collator that keeps one row for each example, set prediction_loss_only, "
                 f"or choose a number of rows that is a multiple of per_device_eval_batch_size times the ranks."
             )
