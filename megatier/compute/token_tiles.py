@@ -424,5 +424,5 @@ def _chosen(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
 
 def _spread(wanted_grads: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
     """Return the gradients in their places, with None where none is wanted."""
-    left = iter(wanted_grads)
-    return [next(left) if is_wanted else None for is_wanted in wanted]
+    remaining_grads = iter(wanted_grads)
+    return [next(remaining_grads) if is_wanted else None for is_wanted in wanted]

@@ -73,7 +73,7 @@ class OutputCheck:
     def __init__(self, model: nn.Module) -> None:
         """Begin before the first output."""
         self._model = model
-        self._left = FORWARDS_CHECKED
+        self._num_unchecked = FORWARDS_CHECKED
         """The number of outputs that are still to be looked at."""
 
     def __call__(self, outputs: Any) -> None:  # noqa: ANN401 - whatever the model gives
@@ -83,9 +83,9 @@ class OutputCheck:
             UnsupportedModelError: the model computed with a tensor that a module made and did not return.
         """
         # A walk takes the host's time in each step, so later outputs are believed.
-        if not self._left:
+        if not self._num_unchecked:
             return
-        self._left -= 1
+        self._num_unchecked -= 1
         nodes = _graph_nodes(x for x in tree_leaves(outputs) if torch.is_tensor(x))
 
         for leaf in _graph_leaves(nodes):

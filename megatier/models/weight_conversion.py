@@ -288,12 +288,12 @@ def _take(feed: deque[TensorRun], num_elements: int) -> Iterable[TensorRun]:
     while num_elements:
         run = feed.popleft()
         taken = min(run.num_elements, num_elements)
-        left = run.num_elements - taken
-        if left:
+        num_remaining = run.num_elements - taken
+        if num_remaining:
             # The first elements of such a run are spread over all its columns, so they are not a run.
             if run.num_columns:
                 raise UnsupportedModelError(f"{run.name} is stored transposed, and would have to be cut.")
-            feed.appendleft(TensorRun(name=run.name, start=run.start + taken, num_elements=left))
+            feed.appendleft(TensorRun(name=run.name, start=run.start + taken, num_elements=num_remaining))
 
         num_elements -= taken
         yield replace(run, num_elements=taken)
