@@ -26,15 +26,15 @@ def address_of(tensor: Tensor, dtype: torch.dtype, num_elements: int) -> int:
         AddressError: the tensor is another one than the code takes.
     """
     # Counted by bytes, because plain bytes may hold the numbers.
-    held = tensor.nbytes // dtype.itemsize
+    num_present = tensor.nbytes // dtype.itemsize
     if tensor.dtype not in (dtype, torch.uint8):
         raise AddressError(f"is {tensor.dtype}", f"{dtype}")
     if not tensor.is_cpu:
         raise AddressError(f"lies on {tensor.device}", "memory of the CPU")
     if not tensor.is_contiguous():
         raise AddressError(f"has strides {tensor.stride()}", "elements without gaps")
-    if held < num_elements:
-        raise AddressError(f"holds {held} elements of {dtype}", f"{num_elements}")
+    if num_present < num_elements:
+        raise AddressError(f"holds {num_present} elements of {dtype}", f"{num_elements}")
     return tensor.data_ptr()
 
 

@@ -194,30 +194,30 @@ class ChunkFiles:
 
         # Every free buffer reads ahead. One comes free when the caller asks for more, because it is done with that
         # chunk then.
-        held: Staged | None = None
+        in_use: Staged | None = None
         try:
             for index, _, chunk in chunks:
                 while self._free and waiting:
                     number, place, ahead = waiting.popleft()
                     reading.append(self._begin_read(arrays[number], place, ahead))
 
-                held = reading.popleft()
-                self._finish_read(held)
+                in_use = reading.popleft()
+                self._finish_read(in_use)
 
                 start, stop = bounds[index]
                 first = max(start, chunk.start)
-                values = held.values(min(stop - chunk.start, chunk.num_elements))
+                values = in_use.values(min(stop - chunk.start, chunk.num_elements))
                 yield index, first, values[first - chunk.start :]
-                self._free.append(held)
-                held = None
+                self._free.append(in_use)
+                in_use = None
         finally:
             # After damage, or if the caller stops early, others may use these buffers. One whose wait was interrupted
             # is still being read into.
-            if held is not None and held in self._flying:
-                reading.append(held)
-            elif held is not None:
-                held.path = None
-                self._free.append(held)
+            if in_use is not None and in_use in self._flying:
+                reading.append(in_use)
+            elif in_use is not None:
+                in_use.path = None
+                self._free.append(in_use)
             for staged in reading:
                 self._drop(staged)
 

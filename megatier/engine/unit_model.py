@@ -266,13 +266,13 @@ class UnitModel:
         Raises:
             StreamedModelError: a unit's module is no longer a part of the model, or was compiled.
         """
-        held: set[int] = set()
+        ids_in_model: set[int] = set()
         is_hooked = bool(hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks)
         for module in self.skeleton.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
             is_hooked = is_hooked or bool(module._forward_hooks or module._forward_pre_hooks)
-            held.add(id(module._parameters))
+            ids_in_model.add(id(module._parameters))
             # The model itself may be compiled, since its forward is excluded from that (`forward_through`).
             if module._compiled_call_impl is not None and module is not self.skeleton:
                 raise StreamedModelError(
@@ -282,7 +282,7 @@ class UnitModel:
 
         for node in self.nodes:
             for parameters, _, tensor in node.bindings:
-                if id(parameters) not in held:
+                if id(parameters) not in ids_in_model:
                     raise StreamedModelError(
                         f"the module of {tensor.name} was replaced or removed after the model was opened, so what is "
                         "trained and saved would be another model than the one that runs. Change the model before, and "

@@ -97,8 +97,8 @@ def _reason(parameter: nn.Parameter) -> str | None:
 def _reasons(module: nn.Module) -> Iterator[str]:
     """Yield why a module cannot be taken, in words, with what to do instead."""
     # Past `getattr`, which modules answer in their own ways.
-    held = vars(module)
-    if "_hf_hook" in held:
+    attributes = vars(module)
+    if "_hf_hook" in attributes:
         yield (
             "has a hook of accelerate, which moves its weights (device_map). Load the model without device_map, or "
             "call accelerate.hooks.remove_hook_from_submodules(model)."
@@ -110,7 +110,7 @@ def _reasons(module: nn.Module) -> Iterator[str]:
     for hook in module._forward_pre_hooks.values():
         if type(hook).__module__.startswith(REWRITING):
             yield f"has a weight that {type(hook).__name__} of torch.nn.utils computes. Remove that first."
-    if module._backward_hooks and held.get("_is_full_backward_hook") is False:
+    if module._backward_hooks and attributes.get("_is_full_backward_hook") is False:
         yield "has a hook of register_backward_hook. Use register_full_backward_hook."
     if "loss_function" in module._modules:
         yield "has a module as its loss_function, which transformers never calls. Set a function that calls it."

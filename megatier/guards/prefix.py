@@ -87,17 +87,17 @@ def _holds_tensors(value: object) -> bool:
     """Return whether there are keys, values or states in a cache, or in what stands for one."""
     if torch.is_tensor(value):
         return value.ndim > 0 and value.numel() > 0  # an empty cache may have its window as a tensor
-    held: Iterable[object]
+    contents: Iterable[object]
     if isinstance(value, Mapping):
-        held = value.values()
+        contents = value.values()
     elif isinstance(value, list | tuple):
-        held = value
+        contents = value
     elif isinstance(value, type):
         # The attributes of a class are no states.
-        held = ()
+        contents = ()
     else:
-        held = getattr(value, "__dict__", {}).values()
-    return any(map(_holds_tensors, held))
+        contents = getattr(value, "__dict__", {}).values()
+    return any(map(_holds_tensors, contents))
 
 
 def _refused(given: str) -> StreamedModelError:

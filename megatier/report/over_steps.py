@@ -81,11 +81,11 @@ def draw_memory(run: RecordedRun) -> str:
     """Return the bytes of the tiers, and the memory of the process over time."""
     if run.opening is None:
         return note(OLDER if run.steps else NO_STEP)
-    held: dict[str, int] = {}
+    bytes_by_tier: dict[str, int] = {}
     for tier in run.opening.tiers:
-        held[tier.tier] = tier.state_bytes + tier.other_bytes
-    on_gpu = held.get(Tier.GPU, 0)
-    in_ram = held.get(Tier.RAM, 0)
+        bytes_by_tier[tier.tier] = tier.state_bytes + tier.other_bytes
+    on_gpu = bytes_by_tier.get(Tier.GPU, 0)
+    in_ram = bytes_by_tier.get(Tier.RAM, 0)
 
     # Without a GPU, RAM holds what stands for its memory.
     has_gpu = any(step.gpu_bytes for step in run.steps)

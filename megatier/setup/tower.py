@@ -105,7 +105,7 @@ class _Trace(TorchDispatchMode):
         self.beside: Sizes = {}
         self._model = model
         self._open: TowerUnit | None = None
-        self._held: list[Tensor] = []
+        self._kept_alive: list[Tensor] = []
         """Every tensor seen, so that no storage gets the number of another."""
         self._weights = {
             name: parameter.to(dtype) if parameter.is_floating_point() else parameter
@@ -165,7 +165,7 @@ class _Trace(TorchDispatchMode):
 
     def _number(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage."""
-        self._held.append(tensor)
+        self._kept_alive.append(tensor)
         number: int = tensor.untyped_storage()._cdata
         return number
 
