@@ -20,7 +20,7 @@ FACTORIES = re.compile(
 POINTERS = {
     "address.py": 1,  # of native code
     "engine/activation.py": 4,  # whether one tensor lies in another
-    "engine/carried_tensors.py": 1,  # the same
+    "engine/call_arguments.py": 1,  # the same
     "engine/bound_module.py": 1,  # a key
     "guards/hidden_parts.py": 1,  # whether one tensor lies in another
     "optim/gradient_sums.py": 2,  # whether two tensors begin alike

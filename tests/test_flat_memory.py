@@ -218,7 +218,7 @@ def test_loop_over_adapters_leaves_no_byte_behind() -> None:
 
 
 @pytest.mark.parametrize("family", [pytest.param("gemma3n_text", marks=pytest.mark.slow), "qwen3_moe"])
-def test_loop_over_carried_tensors_and_experts_leaves_no_byte_behind(family: str) -> None:
+def test_loop_over_tensors_in_containers_and_experts_leaves_no_byte_behind(family: str) -> None:
     tiers = {**TIERS, "gpu": "8MiB", "ram": "32MiB"}
     with megatier.stream(plain_model(tiny_config(family)), tiers=tiers, compute_dtype="fp32") as streamed:
         streamed.model.train()

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from megatier.compute.adapted_parameter import adapted, take_over, wrappers_in
 from megatier.compute.compilation import Compiled
 from megatier.compute.token_tiles import TiledModule, running
+from megatier.engine.call_arguments import copy_attributes
 from megatier.engine.captures import refusing_captures
-from megatier.engine.carried_tensors import copy_attributes
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.errors import NonFiniteError, UnsupportedModelError

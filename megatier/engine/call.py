@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatier.engine.bound_module import BoundModule
+from megatier.engine.call_arguments import Arguments, Written, copied_out
 from megatier.engine.captures import capturing, collector
-from megatier.engine.carried_tensors import Arguments, Written, copied_out
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.guards.crossing import check_inside, note_owner
 from megatier.tier import Phase

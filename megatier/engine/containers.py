@@ -1,7 +1,7 @@
 """Reads, creates and fills the containers that a module may be given.
 
 A container is a mapping, a sequence, or an object whose contents are its fields. Contents are read and written without
-calling the container's own methods, since a class may count, check or refuse there. `carried_tensors` is the caller.
+calling the container's own methods, since a class may count, check or refuse there. `call_arguments` is the caller.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_map_only
 from megatier.engine.backward import sever
 from megatier.engine.bound_module import BoundModule
 from megatier.engine.call import Call
+from megatier.engine.call_arguments import Arguments
 from megatier.engine.captures import requested_keys
-from megatier.engine.carried_tensors import Arguments
 from megatier.engine.lent_weights import LentWeights
 from megatier.engine.unit_function import UnitFunction
 from megatier.errors import StreamedModelError, UnsupportedModelError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatier.engine.carried_tensors import Written
+from megatier.engine.call_arguments import Written
 from megatier.errors import ConfigError
 
 _Shape = tuple[int, ...] | None

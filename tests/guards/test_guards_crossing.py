@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_carried_tensors import hands_on
+from test_engine_call_arguments import hands_on
 from tiny_gradients import padded_batch, streamed_gradients
 from tiny_models import tiny_config
 from tiny_runs import BATCH, PLACES, ModelWeights, opened, plain_model

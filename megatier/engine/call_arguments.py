@@ -1,4 +1,4 @@
-"""Finds tensors that layers pass on in containers, such as a dictionary that one layer fills and another reads.
+"""Takes the arguments of a call apart, since layers pass tensors on in containers, which one fills and another reads.
 
 Gemma 3n and 4 pass keys and values on in a dictionary that is an argument of every layer. Autograd sees only what a
 node takes and returns. So the arguments of a call are taken apart: every tensor that can be reached through mappings,

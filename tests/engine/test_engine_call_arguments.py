@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatier.config.schema import TrainConfig
-from megatier.engine.carried_tensors import Arguments
+from megatier.engine.call_arguments import Arguments
 from megatier.errors import ConfigError, UnsupportedModelError
 
 SHARING = [name for name, options in FAMILIES.items() if options.get("num_kv_shared_layers")]
@@ -333,7 +333,7 @@ def test_container_whose_tensors_have_no_batch_dimension_refuses_slices(
 
 
 @pytest.mark.parametrize("activations", [pytest.param("keep", marks=pytest.mark.slow), "recompute"])
-def test_carried_tensors_do_not_outlive_their_step(activations: Any, tmp_path: Path) -> None:
+def test_tensors_in_containers_do_not_outlive_their_step(activations: Any, tmp_path: Path) -> None:
     config, counts = tiny_config("gemma4_text"), []
     train = TrainConfig(steps=3, batch=BATCH, activations=activations)
     with opened(config, tmp_path, PLACES["ram"], train, tokens=24) as session:
