@@ -318,7 +318,7 @@ def remove_savepoints(folder: Path) -> None:
 
 
 def check_savepoint_room(session: Session, folder: Path) -> None:
-    """Refuse a run whose drive has no room for a second savepoint beside the first one.
+    """Refuse a run whose drive has no room for its savepoints: another one, or two if it has none yet.
 
     Raises:
         CapacityError: there is less room.
@@ -330,7 +330,8 @@ def check_savepoint_room(session: Session, folder: Path) -> None:
     free = free_bytes(folder.parent)
     if needed > free:
         remedy = "Free space there, set output.savepoint_every to 0, or name another output.directory."
-        raise CapacityError(f"2 savepoints in {folder}", needed, free, remedy)
+        wanted = "another savepoint" if num_savepoints == 1 else "2 savepoints"
+        raise CapacityError(f"{wanted} in {folder}", needed, free, remedy)
 
 
 def _keep_files(session: Session, keeps: bool) -> None:
@@ -385,7 +386,7 @@ def _read_manifest(path: Path) -> tuple[RunState, int, list[RankPart]]:
     # The digest covers what the format has, so an older one is read with its own fields.
     content = _fields(path, stored, SAVEPOINT_FIELDS[number])
     if stored.get("digest") != digest_of(content):
-        raise _damaged(path)
+        raise DamagedCheckpointError(str(path), "is damaged: its digest is not that of its content")
 
     state = RunState.read(content["state"])
     if number != SAVEPOINT_FORMAT:
@@ -420,13 +421,9 @@ def _fields(path: Path, stored: Any, fields: Mapping[str, type]) -> dict[str, An
         DamagedCheckpointError: one is missing or of another type.
     """
     if not isinstance(stored, dict):
-        raise _damaged(path)
+        raise DamagedCheckpointError(str(path), "is damaged: a part of it is no JSON object")
     for name, kind in fields.items():
         # By type and not by isinstance, because True is no number of hosts.
         if type(stored.get(name)) is not kind:
-            raise _damaged(path)
+            raise DamagedCheckpointError(str(path), f"is damaged: its field {name} is missing or of another type")
     return {name: stored[name] for name in fields}
-
-
-def _damaged(path: Path) -> DamagedCheckpointError:
-    return DamagedCheckpointError(str(path), "is damaged: its digest is not that of its content")

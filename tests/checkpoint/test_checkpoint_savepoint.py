@@ -241,6 +241,14 @@ def test_room_that_is_short_is_refused_with_figures(
     assert re.search(r"there is no room for 2 savepoints in \S+: needs .* KiB, 1000 B free", capsys.readouterr().err)
 
 
+def test_room_that_is_short_beside_a_savepoint_is_refused_for_one_more(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatier.checkpoint.savepoint.free_bytes", lambda _: 1000)
+    assert main(["resume", str(kept / "run")]) == 2
+    assert "there is no room for another savepoint in " in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with a checkpoint of step 3 and a savepoint of step 5."""
@@ -311,6 +319,15 @@ def test_hostile_manifest_with_a_right_digest_is_refused(
             tree[name] = {**tree[name], **value} if isinstance(value, dict) and value else value
         path.write_text(json.dumps(with_digest(stored)))
         check_refused(kept, "", capsys)
+
+
+def test_manifest_without_a_field_is_refused_by_its_name(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = last(kept) / "manifest.json"
+    with put_back(path):
+        stored = json.loads(path.read_text())
+        del stored["hosts"]
+        path.write_text(json.dumps(stored))
+        check_refused(kept, "is damaged: its field hosts is missing or of another type", capsys)
 
 
 def test_manifest_with_a_bit_flipped_is_refused_or_the_same(kept: Path) -> None:
