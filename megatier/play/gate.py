@@ -12,7 +12,10 @@ GIVEN_UP = "the step was given up (cancel, close or an error before); the first 
 
 
 class Gate:
-    """The number of accesses that compute has left in this pass, for which threads can wait. It only grows."""
+    """The number of accesses that compute has left in this pass, for which threads can wait.
+
+    It grows within a pass, and `reset` begins the next one.
+    """
 
     def __init__(self) -> None:
         """Start at 0."""
@@ -34,8 +37,9 @@ class Gate:
             return tuple(sorted(count for count, latch in self._waiting if not latch.is_set()))
 
     def open_to(self, count: int) -> None:
-        """Set the counter, and wake the threads that wait for at most `count`."""
+        """Raise the counter, and wake the threads that wait for at most `count`."""
         with self._lock:
+            assert count >= self._count
             self._count = count
             self._wake()
 

@@ -54,6 +54,16 @@ def test_gate_abandoned_wakes_everyone_with_an_error_until_reset() -> None:
     gate.wait_for(0)
 
 
+def test_gate_falls_only_by_a_reset() -> None:
+    gate = Gate()
+    gate.open_to(2)
+    with pytest.raises(AssertionError):
+        gate.open_to(1)
+    gate.reset()
+    gate.open_to(1)
+    assert gate.count == 1
+
+
 def test_gate_takes_no_lock_by_python_code() -> None:
     gate = Gate()
     with python_locks() as called:
