@@ -267,6 +267,10 @@ class PeerMonitor:
             while not self._has_ended and self._first is None:
                 self._wait(LOOK_S)
                 self._look()
+
+            # `leave` and `end` may both have come during the last look, after it had written a heartbeat.
+            if self._is_leaving:
+                self._beat()
         except RuntimeError:
             # The store is gone. If a rank of this machine has died, it was probably in that process. Ranks that leave
             # last may also find it gone, which is no failure.
@@ -298,10 +302,8 @@ class PeerMonitor:
         if self._own is not None:
             self._post(self._rank, self._own)
 
-        # A counter and not a time, because the clocks of two machines differ.
         self._num_looks += 1
-        own_heartbeat = LEFT_HEARTBEAT if self._is_leaving else str(self._num_looks)
-        self._store.set(f"heartbeat {self._rank}", own_heartbeat)
+        self._beat()
 
         keys = [f"heartbeat {rank}" for rank in range(len(self._members))]
         for rank, heartbeat in enumerate(self._store.multi_get(keys)):
@@ -312,6 +314,12 @@ class PeerMonitor:
             rank, cause = json.loads(posted)
             self._note((rank, cause))
         self._num_ended += 1
+
+    def _beat(self) -> None:
+        """Write the heartbeat of this rank."""
+        # A counter and not a time, because the clocks of two machines differ.
+        heartbeat = LEFT_HEARTBEAT if self._is_leaving else str(self._num_looks)
+        self._store.set(f"heartbeat {self._rank}", heartbeat)
 
     def _see(self, rank: int, heartbeat: bytes) -> None:
         """Compare a rank's heartbeat with that of the last look, and post the rank if it died or is silent."""

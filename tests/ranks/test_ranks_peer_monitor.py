@@ -161,6 +161,29 @@ def test_rank_that_has_left_may_be_silent(watch: Watch, shelf: Shelf, monkeypatc
     watcher.check()
 
 
+def test_rank_that_leaves_and_ends_during_a_look_has_left(
+    watch: Watch, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, goes_on = _native.Latch(), _native.Latch()
+    real = shelf.multi_get
+
+    def late(keys: list[str]) -> list[bytes]:
+        looks.set()
+        goes_on.wait()
+        return real(keys)
+
+    monkeypatch.setattr(shelf, "multi_get", late)
+    watcher = watch(0)
+    assert looks.wait(SOON_S)
+    watcher.leave()
+    with ThreadPoolExecutor() as pool:
+        ending = pool.submit(watcher.end)
+        eventually(lambda: watcher._has_ended or None)
+        goes_on.set()
+        ending.result(SOON_S)
+    assert shelf.values["heartbeat 0"].decode() == peer_monitor.LEFT_HEARTBEAT
+
+
 def test_store_that_is_gone_is_named_unless_this_rank_is_leaving(watch: Watch, shelf: Shelf) -> None:
     watcher, leaving = watch(0), watch(1)
     leaving.leave()
