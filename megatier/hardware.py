@@ -2,8 +2,9 @@
 
 Limits of a container count instead of the host's. They are read from the cgroup (v1 or v2) of this process and all its
 parents, because each may have a limit and the tightest one holds. Files of the kernel are read below `root`, which
-tests replace. This module loads neither torch nor CUDA, so that `megatier plan` starts fast. Only functions that ask
-for GPUs load torch, if there is a driver.
+tests replace. The RAM and the mounts of the machine itself come from psutil, whatever `root` is. This module loads
+neither torch nor CUDA, so that `megatier plan` starts fast. Only functions that ask for GPUs load torch, if there is a
+driver.
 """
 
 from __future__ import annotations

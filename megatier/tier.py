@@ -36,7 +36,7 @@ class Kind(StrEnum):
     RECEIVED = "received"
     """The gradients of a rank's own shard, one from each rank, before they are added."""
     MOMENTS = "moments"
-    """Moments, and remainders, of so many elements side by side (`integrations`)."""
+    """Moments, and remainders, of so many elements side by side (`tiered_adamw`)."""
 
 
 class Phase(StrEnum):

@@ -78,7 +78,7 @@ def restore(
             check_moments(path, session.whole_units)
 
     # If something breaks off in here, also on another rank, the state is torn until it is loaded again. `loading` is
-    # outermost, so that it sees the error of another rank, which `together` raises here.
+    # outermost, so that it sees the error of another rank, which `failing_together` raises here.
     with session.player.loading(), all_ranks.failing_together():
         _fill(session, arrays, progress, (MASTERS,) if weights_only else ARRAYS)
         take_rest()
