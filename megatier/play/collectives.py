@@ -195,10 +195,10 @@ class Collectives:
 
     def abandon(self) -> None:
         """Give up collectives that wait for compute or for other ranks."""
-        # If none is under way, this rank can still join the next one, and need not give up.
         for handover in self._handovers.values():
             handover.abandon()
 
+        # If none is under way, this rank can still join the next one, and need not give up.
         is_one_under_way = self._last is not None and not self._last.done()
         if is_one_under_way:
             self._ranks.give_up()
@@ -292,8 +292,8 @@ class Collectives:
         handover = self._handovers.get((unit, group))
         if handover is None or handover.planned.width != width:
             raise TimelineError(
-                f"{unit} has a gradient in group {group}, and had none in step 1, or one that was made of fewer parts. "
-                "Ranks scatter what the first step has: put an image into each batch of the first step."
+                f"{unit} has a gradient in group {group}, and step 1 had none there, or one made of fewer parts. "
+                "Ranks exchange only the gradients that step 1 had: put an image into each batch of the first step."
             )
         handover.give(computed)
         if handover.scattered is not None:

@@ -1,8 +1,8 @@
 """The recorded orders of passes, and the timelines that are built from them.
 
 The course of a training pass is the order of its forwards and backwards, which only the user's loop knows in advance.
-So a pass is planned for the course that followed the last one before. If it takes another course, the rest is planned
-anew, or recorded if no pass has taken that course.
+So a pass is planned for the course that came after the previous course the last time. If it takes another course, the
+rest is planned anew, or recorded if no pass has taken that course.
 
 Threads: only the thread that computes uses them.
 """

@@ -4,7 +4,8 @@ The engine begins and ends passes. `UnitWeights` loads weights ahead of compute 
 takes gradients from compute, and hands them to `Updates`, which has queues of its own.
 
 Nothing deadlocks. To see this, number the accesses of a pass, and look at what each thread waits for. The order of a
-timeline's items keeps four rules (`Timeline`), and each queue does its items in that order.
+timeline's items keeps four rules, and each queue does its items in that order. The points below call them rule 1 to
+rule 4, as the docstring of `Timeline` does.
 
 1. When a pass begins, no thread waits at the gate, because each access of the pass before has waited for its load and
    its unit's update, and a pass that did not end is cancelled. So the gate may be reset.
@@ -153,7 +154,7 @@ class Player:
 
     @property
     def busy(self) -> Mapping[str, str]:
-        """For each queue, the queue or wait that it is busy with."""
+        """For each queue, what it waits for: the queue of a transfer, or a cause such as `slot`."""
         return self.recorder.busy
 
     @property
@@ -347,7 +348,7 @@ class Player:
         self.weights.sit_out(group)
 
     def _leave_open_pass(self) -> None:
-        """Cancel a pass that an interrupt left before anybody could. Refuse to touch one of a parent's process."""
+        """Cancel a pass that an interrupt left open. Raise in a forked child."""
         self._store.check_process()
         self._store.consistency.check()
         if self._pass.is_open:
