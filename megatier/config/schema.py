@@ -309,7 +309,7 @@ class TrainConfig(Section):
         return replace(self, steps=STEPS_UNBOUND) if is_free else self
 
     def keeps_attention(self, tokens: int) -> bool:
-        """Return whether what attention gave stays until the backward, for sequences of so many tokens."""
+        """Return whether the output of attention is kept for the backward, for sequences of so many tokens."""
         return tokens >= KEPT_FROM if self.kept_attention is None else self.kept_attention
 
 

@@ -240,7 +240,7 @@ def _saved_with_mask(setup: Setup) -> float:
 
 
 def keeps_attention(setup: Setup, unit: Unit) -> bool:
-    """Return whether a layer keeps what attention gave, though its backward computes the rest again."""
+    """Return whether a layer keeps the output of attention, though its backward recomputes the rest."""
     if not (setup.work.keeps_attention and unit.is_layer):
         return False
     if setup.compiles:
@@ -249,7 +249,7 @@ def keeps_attention(setup: Setup, unit: Unit) -> bool:
 
 
 def _saves_attention_beside(setup: Setup, unit: Unit) -> bool:
-    """Return whether a layer saves what attention gave in addition to all that `_saved_bytes` counts."""
+    """Return whether a layer saves the output of attention in addition to all that `_saved_bytes` counts."""
     policy = setup.work.activations[unit.name]
     if keeps_attention(setup, unit):
         # Offloaded attention leaves the GPU with the input of its layer, and counts as passing.
@@ -315,7 +315,7 @@ def _backward_activations(setup: Setup, unit: Unit, sizes: LayerSizes, saved: fl
 
 
 def _knows_attention(setup: Setup, unit: Unit) -> bool:
-    """Return whether the backward of a layer finds what attention gave."""
+    """Return whether the backward of a layer finds the output of attention."""
     if _saves_attention_beside(setup, unit) or keeps_attention(setup, unit):
         return True
     keeps_graph = setup.work.activations[unit.name].keeps_graph

@@ -48,7 +48,7 @@ class Workload:
     in_place: InPlace = field(default_factory=InPlace)
     """The units whose frozen weights are read from the model's own files, if they are at home on NVMe."""
     keeps_attention: bool = False
-    """Whether what attention gave stays until a backward that computes the rest of its layer again."""
+    """Whether attention's output and log-sum-exp are kept for a backward that recomputes the rest of the layer."""
     offloads_attention: bool = False
     """Whether that goes off the GPU with an offloaded input."""
     products: Products = field(default_factory=Products)
@@ -234,7 +234,7 @@ def _make_policy(specs: Sequence[UnitSpec], config: RunConfig, options: IoOption
 def _count_offloaded_bytes(
     config: RunConfig, model: PreTrainedModel, options: IoOptions, *, with_attention: bool
 ) -> int:
-    """Return the bytes that a layer offloads for one group: its input, and what attention gave if that goes too."""
+    """Return the bytes that a layer offloads for one group: its input, and attention's output if that goes too."""
     dtype = COMPUTE_DTYPES[config.model.compute_dtype]
     text = model.config.get_text_config()
 
