@@ -385,7 +385,7 @@ class PeerError(MegatierError):
         self.host = host
         self.cause = cause
         super().__init__(
-            f"rank {rank} on {host} failed, and all ranks stop with it: {cause} Mend that, and start all ranks again; "
+            f"rank {rank} on {host} failed, and all ranks stop with it: {cause} Fix that, and start all ranks again; "
             "what was saved is whole."
         )
 

@@ -27,7 +27,7 @@ SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "observ
 """The roles of ShareGPT, and what chat templates call them."""
 
 MEDIA_KEYS = (*IMAGE_KEYS, "videos", "video", "audios", "audio")
-"""Keys under which the usual shapes have what belongs to places in their turns."""
+"""Keys of images, videos and audio in the usual shapes of records."""
 
 CHAT_KEYS: dict[Chat, str] = {
     "messages": "messages",

@@ -131,7 +131,7 @@ class StreamedState(ABC):
         Raises:
             StreamedModelError: always.
         """
-        raise StreamedModelError("a Streamed is no model itself: call its .model, as in streamed.model(**batch).")
+        raise StreamedModelError("this object is not the model: call its .model, as in streamed.model(**batch).")
 
     def __getattr__(self, name: str) -> NoReturn:
         """Say what to use instead, to users who take this for a model or for DeepSpeed's engine."""

@@ -96,7 +96,7 @@ def test_failure_is_told_to_all_ranks_and_the_first_counts(watch: Watch) -> None
     first = 1, Member.here().host, "no luck."
     assert [fields(eventually(watcher.failed)) for watcher in watchers] == [first] * 3
     assert stopped.wait(SOON_S)
-    with pytest.raises(PeerError, match=r"rank 1 on .* failed, and all ranks stop with it: no luck\. Mend that"):
+    with pytest.raises(PeerError, match=r"rank 1 on .* failed, and all ranks stop with it: no luck\. Fix that"):
         watchers[0].check()
 
 
