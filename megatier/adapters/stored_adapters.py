@@ -151,8 +151,8 @@ class StoredAdapter:
         if odd:
             defect = "holds {}, which is no part of" if odd[0] in stored else "lacks {}, a part of"
             raise ConfigError(
-                f"model.lora.adapter: {path} {defect.format(printable(odd[0]))} such adapters of {type(model).__name__} "
-                f"({len(odd)} such tensors). Is it an adapter for another base?"
+                f"model.lora.adapter: {path} {defect.format(printable(odd[0]))} such adapters of "
+                f"{type(model).__name__} ({len(odd)} such tensors). Is it an adapter for another base?"
             )
 
         self._stored = {names[name]: tensor for name, tensor in stored.items()}

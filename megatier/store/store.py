@@ -198,7 +198,8 @@ class TieredStore(ClosedWhenDropped):
 
         Raises:
             CapacityError, TransferError: every slot is leased, dirty or being written; a write-back failed.
-            LeaseHeldError, DirtyBlockError: a copy that overlaps the span is leased or dirty, or the gpu has newer bytes.
+            LeaseHeldError, DirtyBlockError: a copy that overlaps the span is leased or dirty, or the gpu has newer
+                bytes.
         """
         self.seal()
         with self._copies.lock, self.consistency.call:
@@ -223,7 +224,8 @@ class TieredStore(ClosedWhenDropped):
 
         Raises:
             CapacityError: every slot of the tier is leased, dirty or being written.
-            LeaseHeldError, DirtyBlockError: a copy that overlaps the span is leased or dirty, or the gpu has newer bytes.
+            LeaseHeldError, DirtyBlockError: a copy that overlaps the span is leased or dirty, or the gpu has newer
+                bytes.
             TransferError, IntegrityError: the bytes could not be moved. They are whole where they were.
         """
         self.seal()
