@@ -198,8 +198,7 @@ class TieredStore(ClosedWhenDropped):
 
         Raises:
             CapacityError, TransferError: every slot is leased, dirty or being written; a write-back failed.
-            LeaseHeldError, DirtyBlockError: a copy that overlaps the span is leased or dirty, or the gpu has newer
-                bytes.
+            LeaseHeldError, DirtyBlockError: a copy of these bytes is leased or dirty, or the gpu has newer ones.
         """
         self.seal()
         with self._copies.lock, self.consistency.call:
@@ -224,8 +223,7 @@ class TieredStore(ClosedWhenDropped):
 
         Raises:
             CapacityError: every slot of the tier is leased, dirty or being written.
-            LeaseHeldError, DirtyBlockError: a copy that overlaps the span is leased or dirty, or the gpu has newer
-                bytes.
+            LeaseHeldError, DirtyBlockError: a copy of these bytes is leased or dirty, or the gpu has newer ones.
             TransferError, IntegrityError: the bytes could not be moved. They are whole where they were.
         """
         self.seal()
