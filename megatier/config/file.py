@@ -82,7 +82,7 @@ def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConf
 
 def _parsed(tree: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """Return the config of a tree of sections."""
-    made = {}
+    sections = {}
     for name, section in CONFIG_SECTIONS.items():
         # A copy, since values are replaced while the section may be the caller's.
         values = dict(tree.get(name, {}))
@@ -93,8 +93,8 @@ def _parsed(tree: Mapping[str, Mapping[str, Any]]) -> RunConfig:
             # Nested settings were parsed as YAML when they were laid over the tree.
             if isinstance(value, str) and not is_nested(section.dotted(key)):
                 values[key] = from_text(value, hints(section)[key])
-        made[name] = section(**values)
-    return RunConfig(**made)
+        sections[name] = section(**values)
+    return RunConfig(**sections)
 
 
 def _check_text(words: Iterable[object]) -> None:

@@ -73,9 +73,9 @@ class Section:
             hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}."
             raise ConfigError(f"unknown setting {cls.dotted(printable(name))}; {hint}")
 
-        made = super().__new__(cls)
-        object.__setattr__(made, "given", frozenset(given))
-        return made
+        section = super().__new__(cls)
+        object.__setattr__(section, "given", frozenset(given))
+        return section
 
     @classmethod
     def dotted(cls, key: str) -> str:

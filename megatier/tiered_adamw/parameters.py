@@ -35,22 +35,22 @@ def check_parameters(parameters: Collection[Tensor], kept: str = "fp32") -> None
     # The kernels get an address and a length, so the elements have to fill one piece of memory without gaps.
     for parameter in parameters:
         if parameter.dtype not in (torch.bfloat16, torch.float32):
-            what = f"is {parameter.dtype}"
+            complaint = f"is {parameter.dtype}"
             remedy = "Convert it to bfloat16 or float32"
         elif type(parameter.detach()) is not Tensor or parameter.layout is not torch.strided:
             # A `Parameter` hides the class of what it holds, such as a DTensor, and gives it when it is detached.
-            what = f"is a {type(parameter.detach()).__name__}"
+            complaint = f"is a {type(parameter.detach()).__name__}"
             remedy = "Use plain dense tensors"
         elif torch.empty_like(parameter, device="meta").stride() != parameter.stride():
             # `empty_like` takes the order of the strides over, and neither gaps nor overlaps.
-            what = f"has strides {parameter.stride()}, with gaps or overlaps"
+            complaint = f"has strides {parameter.stride()}, with gaps or overlaps"
             remedy = "Make it contiguous"
         elif kept == "muon" and (parameter.ndim != 2 or not parameter.is_contiguous()):
-            what = "is no contiguous matrix, which Muon needs"
+            complaint = "is no contiguous matrix, which Muon needs"
             remedy = "Give it to a TieredAdamW"
         else:
             continue
-        raise OptimizerError(f"a parameter of shape {tuple(parameter.shape)} {what}. {remedy}, or leave it out.")
+        raise OptimizerError(f"a parameter of shape {tuple(parameter.shape)} {complaint}. {remedy}, or leave it out.")
 
     # Kernels, and slots in GPU memory, use the current device.
     devices = {parameter.device for parameter in parameters}

@@ -228,10 +228,10 @@ class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
             if given["state"]:
                 placed = self._start()
                 saved = [number for group in groups for number in group["params"]]
-                own = dict(zip(saved, self._groups_now(), strict=False))
+                number_of = dict(zip(saved, self._groups_now(), strict=False))
 
                 # A number that no group has stays, so that `check` names it.
-                self._incoming = {own.get(number, number): entry for number, entry in given["state"].items()}
+                self._incoming = {number_of.get(number, number): entry for number, entry in given["state"].items()}
                 placed.check(self._incoming)
         return {**given, "state": {}, "param_groups": groups}
 
@@ -327,10 +327,12 @@ class TieredOptimizer(ClosedWhenDropped, ExternalStateOptimizer):
             for parameter in group["params"]:
                 number = self._numbers.get(id(parameter))
                 if number is None or number in groups:
-                    what = "came into the groups after the state was placed" if number is None else "is in two groups"
+                    complaint = (
+                        "came into the groups after the state was placed" if number is None else "is in two groups"
+                    )
                     raise OptimizerError(
-                        f"a parameter of shape {tuple(parameter.shape)} {what}. Make a new optimizer; load_state_dict "
-                        "gives it the state."
+                        f"a parameter of shape {tuple(parameter.shape)} {complaint}. Make a new optimizer; "
+                        "load_state_dict gives it the state."
                     )
                 groups[number] = group
         return groups
