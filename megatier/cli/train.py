@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
             "one for your model and data, and `megatier train --help` lists all settings."
         )
     # The file may be left out, if the command line has all that a run needs.
-    path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
+    path = Path(argv[0]) if not argv[0].startswith("-") else None
     arguments = argv[1:] if path else argv
     loaded, given = config_file.load_given(path, arguments)
     console = run_console()

@@ -212,7 +212,7 @@ class PeerMonitor:
 
         # The first error counts, because it mostly causes the later ones.
         self._error = self._error or error
-        cause = cause_of(error)
+        cause = cause_of(self._error)
         self._fail(cause)
 
     def _fail(self, cause: str) -> None:

@@ -87,16 +87,27 @@ class Copies:
             DirtyBlockError: only the other tier has the newest bytes.
         """
         assert tier is not Tier.NVME, "bytes are used in gpu or ram"
-        beyond = Tier.GPU if tier is Tier.RAM else Tier.RAM
+        self._check_newest(block, tier, span)
+        copy = self.place(block, tier, span, wait=wait)
 
+        # While `place` waited without the lock, another thread may have changed the bytes in the other tier.
+        try:
+            self._check_newest(block, tier, span)
+        except DirtyBlockError:
+            self.evict(copy)
+            raise
+        return copy
+
+    def _check_newest(self, block: Block, tier: Tier, span: Span) -> None:
+        """Raise a DirtyBlockError if only the other tier has the newest bytes of a span."""
         # Bytes for the gpu come through ram, even from a dirty copy there. All others come from home, which lacks the
         # newest bytes if a copy in the other tier is dirty.
-        if tier is Tier.RAM or block.spec.home is Tier.GPU:
-            key = block.spec.key
-            for copy in block.on(beyond):
-                if copy.unsafe(span):
-                    raise DirtyBlockError(f"block {key} has newer bytes on {beyond}; write them back first.")
-        return self.place(block, tier, span, wait=wait)
+        if tier is Tier.GPU and block.spec.home is not Tier.GPU:
+            return
+        beyond = Tier.GPU if tier is Tier.RAM else Tier.RAM
+        for copy in block.on(beyond):
+            if copy.unsafe(span):
+                raise DirtyBlockError(f"block {block.spec.key} has newer bytes on {beyond}; write them back first.")
 
     def place(self, block: Block, tier: Tier, span: Span, *, wait: bool) -> Copy:
         """Return the copy that holds the span, or a new and empty one in a slot. Copies on the gpu are always whole.
@@ -169,11 +180,15 @@ class Copies:
             copy.settle()
         busy = [copy for copy in idle if copy.unwritten or copy.writes()]
 
+        # Dirty bytes whose write nobody has asked for free no slot, however long anybody waits.
+        writes = [write for copy in busy for write in (*copy.unwritten.values(), *copy.writes())]
+        frees_itself = any(write is not None for write in writes)
+
         # Evicting a copy that is not busy frees its slot at once.
         prefetched_last = sorted(idle, key=lambda copy: copy.is_ahead)
         for copy in prefetched_last:
             is_scratch = copy.block.spec.home is None
-            waits_instead = copy.is_ahead and wait and busy
+            waits_instead = copy.is_ahead and wait and frees_itself
             if not is_scratch and copy not in busy and not waits_instead:
                 self.evict(copy)
                 return pool.take()

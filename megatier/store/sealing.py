@@ -23,7 +23,7 @@ class Sealing:
         """Return whether everything is allocated.
 
         Raises:
-            UnsealedError: the allocation has failed, and all was freed. Another try is of no use.
+            UnsealedError: the allocation has failed. What was allocated stays until the store is closed.
         """
         if self._failure is not None:
             raise UnsealedError(self._failure) from self._failure

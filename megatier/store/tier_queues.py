@@ -148,11 +148,16 @@ class TierQueues:
     def close(self) -> None:
         """Finish all submitted moves, and stop the threads."""
         with ExitStack() as closing:
-            if self.staging is not None:
-                closing.callback(self.staging.close)
-                self.staging = None
+            # Called last, because moves that wait on a queue still pass through the rings.
+            closing.callback(self._close_staging)
             for queue in reversed(self.queues.values()):
                 closing.callback(queue.close)
+
+    def _close_staging(self) -> None:
+        """Close the rings, if there are any."""
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
 
     def copy(
         self, queue: str, target: torch.Tensor, source: torch.Tensor, users: Sequence[Transfer] = ()

@@ -168,6 +168,8 @@ class Transfer:
         """Return whether the move has failed. This never blocks."""
         if not self.done():
             return False
+        if self._error is not None:
+            return True
 
         # The move is done, so this wait ends at once.
         try:
@@ -194,7 +196,8 @@ class Transfer:
             self._owner.check()
         self._started.wait()
         if self._error is not None:
-            raise self._error
+            # Each raise of one object makes its traceback longer, which keeps the frames of all before alive.
+            raise self._error.with_traceback(None)
 
     def note_start(self, completion: Completion | None, span: tuple[int, int]) -> None:
         """Note that the move has started."""

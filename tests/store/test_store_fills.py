@@ -12,6 +12,7 @@ from from_outside import check_invariants, pattern
 from opened_store import OpenedStore
 from store_blocks import NUM_BYTES, read, send_home, write
 
+from megatier.errors import DirtyBlockError
 from megatier.store.store import TieredStore
 from megatier.tier import Tier
 
@@ -113,3 +114,39 @@ def test_prefetch_that_waited_wakes_a_thread_that_waits_for_its_slot(
     assert not waiting.is_alive()
     for lease in leases:
         lease.release()
+
+
+def test_lease_in_ram_that_waits_while_the_gpu_gets_newer_bytes_is_refused(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(store, "a", Tier.RAM, pattern(1, NUM_BYTES))
+    send_home(store, "a")
+    for transfer in store.prefetch("a", Tier.GPU):
+        transfer.wait()
+    only_slot = store.lease("b", Tier.RAM)
+
+    def change_on_gpu() -> None:
+        on_another_thread(lambda: write(store, "a", Tier.GPU, pattern(2, NUM_BYTES)))
+        only_slot.release()
+
+    during_first_wait(store, monkeypatch, change_on_gpu)
+    with pytest.raises(DirtyBlockError, match="a has newer bytes on gpu"):
+        store.lease("a", Tier.RAM, wait=True)
+
+    assert torch.equal(read(store, "a", Tier.GPU), pattern(2, NUM_BYTES))
+    send_home(store, "a")
+    assert torch.equal(read(store, "a", Tier.RAM), pattern(2, NUM_BYTES))
+
+
+def test_lease_that_waits_takes_a_prefetched_slot_if_nobody_writes_dirty_bytes_home(tmp_path: Path) -> None:
+    opened = OnNvme().open(tmp_path, gpu_slots=1, ram_slots=2)
+    write(opened, "a", Tier.RAM, pattern(1, NUM_BYTES))
+    for transfer in opened.prefetch("b", Tier.RAM):
+        transfer.wait()
+
+    on_another_thread(lambda: opened.lease("c", Tier.RAM, wait=True).release())
+
+    assert opened.is_dirty("a")
+    send_home(opened, "a")
+    check_invariants(opened)
+    opened.close()

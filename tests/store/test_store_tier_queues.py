@@ -12,6 +12,7 @@ import torch
 from from_outside import pattern
 
 from megatier.errors import ClosedError
+from megatier.store.staging import Staging
 from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer, compute_point
 
@@ -28,6 +29,44 @@ def test_queues_copy_count_and_log() -> None:
     assert [(t.queue, t.key) for t in queues.take_log()] == [("ram_to_gpu", "up"), ("gpu_to_ram", "down")]
     assert queues.take_log() == []
     queues.close()
+
+
+def test_move_that_waits_at_close_still_passes_through_its_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = TierQueues(torch.device("cpu"))
+    queues.staging = Staging(1 << 20, None)
+    ring = queues.staging.rings["ram_to_gpu"]
+    up, num_through_ring = ring.up, []
+
+    def counted(*words: Any) -> None:
+        num_through_ring.append(1)
+        up(*words)
+
+    monkeypatch.setattr(ring, "up", counted)
+    source, target = pattern(1, 4096), torch.zeros(4096, dtype=torch.uint8)
+    goes_on, closes = threading.Event(), threading.Event()
+    first = queues.queues["nvme_to_ram"]
+    close = first.close
+
+    def close_first() -> None:
+        closes.set()
+        close()
+
+    monkeypatch.setattr(first, "close", close_first)
+
+    def wait_first() -> None:
+        goes_on.wait()
+
+    queues.submit("ram_to_gpu", "before", 0, wait_first)
+    queues.to_gpu("up", target, source)
+    closer = threading.Thread(target=queues.close, daemon=True)
+    closer.start()
+    closes.wait()
+    goes_on.set()
+    closer.join()
+
+    assert num_through_ring == [1]
+    assert torch.equal(target, source)
+    assert queues.staging is None
 
 
 def test_move_that_is_submitted_while_another_thread_closes_ends_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
