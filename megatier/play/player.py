@@ -21,8 +21,8 @@ rule 4, as the docstring of `Timeline` does.
    access. RAM slots are leased only while bytes move or AdamW runs, and bytes that were read ahead give way. For
    gradients on the GPU, a slot is free when the copy to RAM is submitted. A RAM slot for that copy waits only for
    update queues, which wait for no access during the backward.
-6. By rule 4 all ranks take part in the same collectives in the same order. On each rank the first one that is not over
-   waits only for compute, and compute waits for no later one.
+6. By rule 4 all ranks take part in collectives in one order. The first that is not over waits only for compute, and
+   compute waits for no later one.
 7. `cancel` and `close` abandon the gate, so that no load waits for ever.
 
 Threads: the training thread begins and ends passes. In a backward autograd's thread calls `UnitWeights` and
@@ -34,7 +34,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 from megatier.errors import TimelineError
 from megatier.play.collectives import Collectives
@@ -173,7 +172,7 @@ class Player:
         """
         return self.recorder.own_seconds()
 
-    def waiting(self, cause: str) -> AbstractContextManager[object]:
+    def waiting(self, cause: str) -> contextlib.AbstractContextManager[object]:
         """Note that compute waits for something other than a queue of this player, such as other ranks."""
         return self.recorder.waiting(cause)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from megatier.config.data_section import DataConfig
 from megatier.config.file import from_dict, load, load_saved, to_dict
+from megatier.config.output_section import OutputConfig
 from megatier.config.schema import CONFIG_SECTIONS, ModelConfig, RunConfig, TiersConfig
 from megatier.config.section import field_docs
 from megatier.config.text import dump
@@ -343,3 +345,8 @@ def test_load_quickstart_is_valid() -> None:
 def test_import_config_loads_no_torch() -> None:
     code = "import sys, megatier.config.schema, megatier.hardware; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_output_directory_that_is_no_utf8_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"output\.directory is .*a path in UTF-8"):
+        OutputConfig(directory=os.fsdecode(b"runs/\xff"))

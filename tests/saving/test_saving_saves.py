@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,10 @@ from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.drive_space import DriveSpace
 from megatier.cli import main
 from megatier.config.output_section import OutputConfig
-from megatier.errors import ConfigError, StallError
+from megatier.errors import StallError
 from megatier.models import export
 from megatier.play.player import Player
 from megatier.ranks.channel import SingleRank
-from megatier.report import metrics as report_metrics
-from megatier.report.metrics import MetricsLog
 from megatier.saving import save_plan, saves
 from megatier.saving.save_plan import SavePlan
 
@@ -318,11 +316,6 @@ def test_run_whose_tokenizer_cannot_be_written_keeps_its_last_step(
     assert main(["resume", str(tmp_path / "run")]) == 0
 
 
-def test_output_directory_that_is_no_utf8_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"output\.directory is .*a path in UTF-8"):
-        OutputConfig(directory=os.fsdecode(b"runs/\xff"))
-
-
 def test_run_whose_export_fails_behind_its_last_checkpoint_writes_no_other_and_then_needs_room_for_it_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,65 +418,8 @@ def test_run_whose_export_fails_and_whose_checkpoint_hangs_tries_no_savepoint(
     assert [path.name for path in (tmp_path / "run" / "savepoints").iterdir()] == ["step-00000004"]
 
 
-# ---------------------------------------------------------------------- records that cannot be written
-
-
-def refuse_record(*_: object) -> None:
-    raise ConfigError("cannot write metrics.jsonl: No space left on device.")
-
-
-def fill_drive(patch: pytest.MonkeyPatch) -> None:
-    """From here on the drive takes no record."""
-    patch.setattr(report_metrics, "refusing", refuse_record)
-
-
-@pytest.mark.parametrize(("every", "kept"), [(0, [4]), (3, [3, 4])])
-def test_run_whose_records_cannot_be_written_saves_its_last_step_and_goes_on_to_the_same_bits(
-    every: int, kept: list[int], tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A checkpoint that is on its way is waited for."""
-    with after_step(3, lambda: fill_drive(patch)), pytest.MonkeyPatch.context() as patch:
-        assert main(command(tmp_path, {**SIX, "output.checkpoint_every": every, "output.keep_checkpoints": 3})) == 2
-    said = capsys.readouterr()
-    assert "No space left on device." in said.err
-    assert f"stopped; `megatier resume {tmp_path / 'run'}` goes on" in said.out
-    assert saved_steps(tmp_path) == kept
-
-    assert main(["resume", str(tmp_path / "run")]) == 0
-    assert outcome(tmp_path / "run")["weights"] == whole["weights"]
-    assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2, 3, 5, 6]
-
-
-def test_run_whose_records_are_refused_for_a_moment_writes_all_of_them_and_does_not_end(
-    tmp_path: Path, whole: dict[str, Any]
-) -> None:
-    """An evaluation's record comes after that of its step, before the loop looks."""
-    with pytest.MonkeyPatch.context() as patch:
-        real = MetricsLog.write
-        num_refused = [0]
-
-        def write(self: MetricsLog, record: Mapping[str, object]) -> None:
-            if record["step"] == 6 and num_refused[0] == 0:
-                num_refused[0] += 1
-                refuse_record()
-            real(self, record)
-
-        patch.setattr(MetricsLog, "write", write)
-        assert main(command(tmp_path, {**SIX, "output.checkpoint_every": 0})) == 0
-    assert outcome(tmp_path / "run") == whole
-
-
-def test_run_whose_last_records_cannot_be_written_is_exported_all_the_same(
-    tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with after_step(6, lambda: fill_drive(patch)), pytest.MonkeyPatch.context() as patch:
-        assert main(command(tmp_path, {**SIX, "output.checkpoint_every": 0})) == 2
-    assert "No space left on device." in capsys.readouterr().err
-    assert outcome(tmp_path / "run") == whole
-
-
 def test_save_that_one_rank_cannot_begin_fails_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank stands for all here: what may fail alone is inside of `together`."""
+    """One rank stands for all here: what may fail alone is inside of `failing_together`."""
     inside = [0]
     drained: list[int] = []
     real = Player.drain
